@@ -1,0 +1,151 @@
+"""The Engine protocol: what the control plane and the environments need of anything that samples tokens."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from async_rl.types import Segment
+from async_rl.weights.base import WeightSource
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingParams:
+    """How to sample one model turn.
+
+    Attributes:
+        max_tokens: Most tokens to generate, >= 1.
+        temperature: >= 0; 0 is greedy. Log-probabilities are those of the tempered distribution.
+        top_p: In (0, 1].
+        top_k: 0 for all tokens, else >= 1.
+        min_p: In [0, 1].
+        stop: Strings that end the turn (kept out of the text, their tokens are trained).
+    """
+
+    max_tokens: int = 128
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    stop: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class GenerationRequest:
+    """One model turn to sample: token ids in.
+
+    Attributes:
+        request_id: Unique in the run.
+        prompt_token_ids: The context, exactly as it will be trained on.
+        sampling: How to sample.
+        seed: Sampling seed.
+    """
+
+    request_id: str
+    prompt_token_ids: tuple[int, ...]
+    sampling: SamplingParams
+    seed: int
+
+
+@dataclass(frozen=True, slots=True)
+class Generation:
+    """What was sampled: token ids out, each stamped by the engine that sampled it.
+
+    Attributes:
+        token_ids: Generated tokens, the end-of-turn token included, ``[generated]``.
+        logprobs: Log-probability of each under the distribution it was drawn from, ``[generated]``; NaN where unknown.
+        segments: Version spans; ranges index ``token_ids``, contiguous, covering all of it.
+        finish_reason: ``"stop"`` (an end-of-sequence token or stop string) or ``"length"``.
+    """
+
+    token_ids: list[int]
+    logprobs: list[float]
+    segments: tuple[Segment, ...]
+    finish_reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class EngineStats:
+    """Counters since start; the metrics loop takes differences.
+
+    Attributes:
+        generated_tokens: Tokens sampled.
+        busy_s: Seconds during which at least one request was running.
+        pauses_s: Seconds generation stood still for weight loads.
+        loads: Confirmed weight loads.
+    """
+
+    generated_tokens: int = 0
+    busy_s: float = 0.0
+    pauses_s: float = 0.0
+    loads: int = 0
+
+
+class EngineError(RuntimeError):
+    """The engine cannot serve: it died, or a load failed or timed out. Names the engine and the version."""
+
+
+class Engine(Protocol):
+    """Samples tokens with one known policy version at a time.
+
+    ``generate`` and ``load_weights`` may be awaited from any event loop of any thread. An engine starts with whatever
+    its model directory holds and serves nothing until the first ``load_weights`` gave it a version.
+    """
+
+    name: str
+    """Short name for logs and errors, for example ``"vllm-0"``."""
+    versions_alive: int
+    """How many policy versions it can serve at once (1: a load replaces the weights of running requests too)."""
+
+    async def start(self) -> None:
+        """Bring the engine up. Raises :class:`EngineError`."""
+        ...
+
+    async def generate(self, request: GenerationRequest) -> Generation:
+        """Sample one turn. Cancelling the awaiting task aborts the request in the engine."""
+        ...
+
+    async def score(self, token_ids: tuple[int, ...]) -> list[float]:
+        """Log-probabilities of ``token_ids[1:]`` under the served weights at temperature 1, for the parity check."""
+        ...
+
+    async def load_weights(self, version: int, source: WeightSource) -> None:
+        """Replace the weights; returns once every token sampled from now on uses ``version``.
+
+        Raises:
+            EngineError: the load failed; the served version is then unknown and the engine must not be used.
+        """
+        ...
+
+    async def close(self) -> None:
+        """Stop and free everything, within seconds. Idempotent; works on an engine that never started or died."""
+        ...
+
+    def stats(self) -> EngineStats:
+        """Counters, cheap, from any thread."""
+        ...
+
+
+@dataclass(slots=True)
+class BusyClock:
+    """Accumulates the seconds during which at least one request runs (all calls from one thread)."""
+
+    running: int = 0
+    since_s: float = 0.0
+    total_s: float = field(default=0.0)
+
+    def enter(self, now_s: float) -> None:
+        """A request starts."""
+        if self.running == 0:
+            self.since_s = now_s
+        self.running += 1
+
+    def leave(self, now_s: float) -> None:
+        """A request ends."""
+        self.running -= 1
+        if self.running == 0:
+            self.total_s += now_s - self.since_s
+
+    def read(self, now_s: float) -> float:
+        """Busy seconds so far."""
+        return self.total_s + (now_s - self.since_s if self.running else 0.0)
