@@ -1,0 +1,1 @@
+"""Asynchronous RL post-training of language models with an exact staleness bound."""
