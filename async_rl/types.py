@@ -181,3 +181,33 @@ class Batch:
     def trajectories(self) -> list[Trajectory]:
         """All trajectories of the batch, group by group."""
         return [t for g in self.groups for t in g.trajectories]
+
+
+@dataclass(frozen=True, slots=True)
+class EvalResult:
+    """The samples of one evaluation prompt.
+
+    Attributes:
+        prompt: The task.
+        trajectories: Samples that finished.
+        failures: Samples that did not, one message each; they are reported beside the mean, never left out silently.
+    """
+
+    prompt: Prompt
+    trajectories: tuple[Trajectory, ...]
+    failures: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class EvalBatch:
+    """One finished evaluation: all prompts, sampled by one policy version.
+
+    Attributes:
+        version: Served version when it started; no load is applied while it runs.
+        results: One entry per prompt.
+        seconds: Wall time it took.
+    """
+
+    version: int
+    results: tuple[EvalResult, ...]
+    seconds: float

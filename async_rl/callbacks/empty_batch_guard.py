@@ -1,0 +1,43 @@
+"""EmptyBatchGuard: stops a run whose rollouts bring nothing to train, and says why."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from lightning.pytorch import LightningModule
+from typing_extensions import override
+
+from async_rl.callbacks.base import RLCallback
+
+if TYPE_CHECKING:
+    from async_rl.trainer import AsyncRLTrainer
+
+EXIT_GUARD = 3
+
+
+class EmptyBatchGuard(RLCallback):
+    """Ends the run with exit code 3 after a few empty batches in a row.
+
+    An empty batch is ``batch_size`` groups that ended in a row with none kept, or a planned batch without a trainable
+    token. The closing message tells no signal (all rewards of every group equal) from an outage (rollouts failing).
+
+    Args:
+        max_consecutive_empty: Empty batches in a row that end the run, >= 1.
+    """
+
+    def __init__(self, max_consecutive_empty: int = 3) -> None:
+        if max_consecutive_empty < 1:
+            raise ValueError(f"EmptyBatchGuard: max_consecutive_empty={max_consecutive_empty} must be >= 1")
+        self.max_consecutive_empty = max_consecutive_empty
+        self._in_a_row = 0
+
+    @override
+    def on_batch_planned(self, trainer: AsyncRLTrainer, policy: LightningModule, batch: Any) -> None:
+        if any(t.trainable_tokens for t in batch.trajectories):
+            self._in_a_row = 0
+
+    @override
+    def on_empty_batch(self, trainer: AsyncRLTrainer, policy: LightningModule, report: Any) -> None:
+        self._in_a_row += 1
+        if self._in_a_row >= self.max_consecutive_empty:
+            trainer.stop(f"{self._in_a_row} empty batches in a row: {report}", exit_code=EXIT_GUARD)

@@ -1,0 +1,160 @@
+"""RolloutDataModule: environments and engines in, one planned batch per training step out."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Literal
+
+from lightning.pytorch import LightningDataModule
+from typing_extensions import override
+
+from async_rl.engines.base import Engine, SamplingParams
+from async_rl.environments.base import Environment
+from async_rl.types import Batch, Prompt
+
+if TYPE_CHECKING:
+    from async_rl.trainer import AsyncRLTrainer
+    from async_rl.types import EvalBatch
+
+
+class BatchFeed:
+    """The training loader: asks the trainer for the next planned batch.
+
+    It has a (huge) length because Lightning fetches a loader without one a batch ahead, and the batch after this one
+    must be planned only when this one was trained.
+    """
+
+    def __init__(self, trainer: AsyncRLTrainer) -> None:
+        self._trainer = trainer
+
+    def __len__(self) -> int:
+        return sys.maxsize
+
+    def __iter__(self) -> Iterator[Batch]:
+        return self
+
+    def __next__(self) -> Batch:
+        return self._trainer.next_batch()
+
+
+class EvalFeed:
+    """The validation loader: one item, the finished evaluation."""
+
+    def __init__(self, trainer: AsyncRLTrainer) -> None:
+        self._trainer = trainer
+
+    def __len__(self) -> int:
+        return 1
+
+    def __iter__(self) -> Iterator[EvalBatch]:
+        yield self._trainer.run_evaluation()
+
+
+class RolloutDataModule(LightningDataModule):
+    """Feeds rollouts to :class:`~async_rl.trainer.AsyncRLTrainer`, one batch of groups per policy version.
+
+    Args:
+        environment: One environment, or several by name.
+        engine: One engine, or several colocated ones.
+        batch_size: Groups per training step (B), >= 1.
+        group_size: Trajectories per group (G), >= 1.
+        max_concurrent: Trajectories in flight at most (C); default ``(W + 1) * B * G``.
+        sampling: How training rollouts are sampled.
+        eval_sampling: How evaluation is sampled; default: as training.
+        eval_samples: Samples per evaluation prompt, >= 1.
+        eval_limit: Evaluate on the first so many prompts of the split; default all.
+        epochs: Passes over the prompts; default: as many as the steps need.
+        shuffle: Reorder the prompts every epoch (by the run's seed).
+        last_batch: What happens to a last batch with fewer than ``batch_size`` groups: ``"drop"`` or ``"train"``.
+        group_completion: ``"all"``, or ``"quorum"`` to go on without stragglers.
+        min_group_size: Trajectories that make a quorum.
+        straggler_timeout_s: Seconds a quorum waits for the rest.
+        max_retries: Attempts after the first for a failed trajectory, >= 0.
+        max_failures: Failed attempts in a row that end the run, >= 1.
+        rollout_timeout_s: Deadline of one attempt.
+        reward_timeout_s: Deadline of one reward call.
+        rollout_threads: Event loops that run rollouts, >= 1.
+        filter_zero_variance: End groups whose rewards are all equal as filtered; they carry no signal.
+        load_timeout_s: Deadline of one weight load.
+    """
+
+    def __init__(
+        self,
+        environment: Environment | Mapping[str, Environment],
+        engine: Engine | Sequence[Engine],
+        *,
+        batch_size: int = 8,
+        group_size: int = 8,
+        max_concurrent: int | None = None,
+        sampling: SamplingParams | None = None,
+        eval_sampling: SamplingParams | None = None,
+        eval_samples: int = 4,
+        eval_limit: int | None = None,
+        epochs: int | None = None,
+        shuffle: bool = True,
+        last_batch: Literal["drop", "train"] = "drop",
+        group_completion: Literal["all", "quorum"] = "all",
+        min_group_size: int | None = None,
+        straggler_timeout_s: float | None = None,
+        max_retries: int = 2,
+        max_failures: int = 16,
+        rollout_timeout_s: float = 600.0,
+        reward_timeout_s: float = 60.0,
+        rollout_threads: int = 2,
+        filter_zero_variance: bool = False,
+        load_timeout_s: float = 120.0,
+    ) -> None:
+        super().__init__()
+        if isinstance(environment, Environment):
+            environment = {environment.name or type(environment).__name__.lower(): environment}
+        self.environments: dict[str, Environment] = dict(environment)
+        self.engines: list[Engine] = list(engine) if isinstance(engine, Sequence) else [engine]
+        self.batch_size = batch_size
+        self.group_size = group_size
+        self.max_concurrent = max_concurrent
+        self.sampling = sampling or SamplingParams()
+        self.eval_sampling = eval_sampling or self.sampling
+        self.eval_samples = eval_samples
+        self.eval_limit = eval_limit
+        self.epochs = epochs
+        self.shuffle = shuffle
+        self.last_batch = last_batch
+        self.group_completion = group_completion
+        self.min_group_size = min_group_size
+        self.straggler_timeout_s = straggler_timeout_s
+        self.max_retries = max_retries
+        self.max_failures = max_failures
+        self.rollout_timeout_s = rollout_timeout_s
+        self.reward_timeout_s = reward_timeout_s
+        self.rollout_threads = rollout_threads
+        self.filter_zero_variance = filter_zero_variance
+        self.load_timeout_s = load_timeout_s
+
+    def train_rows(self) -> dict[str, Sequence[Mapping[str, Any]]]:
+        """The training prompts of every environment."""
+        rows = {name: environment.prompts("train") for name, environment in self.environments.items()}
+        if empty := [name for name, r in rows.items() if not r]:
+            raise ValueError(f"environment {empty[0]!r} has no training prompts: its prompts('train') is empty")
+        return rows
+
+    def eval_prompts(self) -> list[Prompt]:
+        """The evaluation prompts, ``eval_limit`` of each environment."""
+        return [
+            Prompt(f"eval/{name}/{i}", name, row)
+            for name, environment in self.environments.items()
+            for i, row in enumerate(list(environment.prompts("eval"))[: self.eval_limit])
+        ]
+
+    @override
+    def train_dataloader(self) -> BatchFeed:
+        return BatchFeed(self.trainer)  # type: ignore[arg-type]
+
+    @override
+    def val_dataloader(self) -> EvalFeed:
+        return EvalFeed(self.trainer)  # type: ignore[arg-type]
+
+    @override
+    def transfer_batch_to_device(self, batch: Any, device: Any, dataloader_idx: int) -> Any:
+        # Batches are plain Python; the policy makes tensors of them micro-batch by micro-batch.
+        return batch
