@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
 from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
+
+from typing_extensions import override
+
+from async_rl.environments.offload import call_user
 
 if TYPE_CHECKING:
     from async_rl.environments.chat import Chat
@@ -17,6 +22,29 @@ class Reward:
 
     value: float
     parts: Mapping[str, float] = field(default_factory=dict)
+
+
+class RolloutError(RuntimeError):
+    """An attempt that failed for a reason the run can count.
+
+    Attributes:
+        reason: Short and stable, for the ledger and metrics: ``"rollout"``, ``"reward"``, ``"timeout"``, ``"template"``
+            or ``"context"``.
+    """
+
+    reason = "rollout"
+
+
+class RewardError(RolloutError):
+    """A reward that is no finite number; the message shows the sample."""
+
+    reason = "reward"
+
+
+class RewardTimeoutError(RolloutError):
+    """A reward that did not come within its deadline: a failed sample, never a reward of 0."""
+
+    reason = "timeout"
 
 
 class Environment(ABC):
@@ -36,3 +64,58 @@ class Environment(ABC):
     @abstractmethod
     def rollout(self, prompt: Mapping[str, Any], chat: Chat) -> float | Reward | Awaitable[float | Reward]:
         """Attempt ``prompt`` through ``chat`` and return the score."""
+
+
+class SingleTurn(Environment):
+    """An environment of one question and one answer: write ``prompts``, ``messages`` and ``reward``.
+
+    Both methods may block: they run off the event loop. ``reward`` may also be ``async def``; it has a deadline
+    (``rollout.reward_timeout_s``).
+
+    Example::
+
+        class Shout(SingleTurn):
+            def prompts(self, split):
+                return [{"word": w} for w in ("tree", "river")]
+
+            def messages(self, prompt):
+                return [{"role": "user", "content": f"Write {prompt['word']} in capitals."}]
+
+            def reward(self, prompt, completion):
+                return float(prompt["word"].upper() in completion)
+    """
+
+    @abstractmethod
+    def messages(self, prompt: Mapping[str, Any]) -> Sequence[Mapping[str, Any]] | str:
+        """The conversation to answer, as role/content messages; a string is one user message."""
+
+    @abstractmethod
+    def reward(self, prompt: Mapping[str, Any], completion: str) -> float | Reward | Awaitable[float | Reward]:
+        """Score the model's answer."""
+
+    @override
+    async def rollout(self, prompt: Mapping[str, Any], chat: Chat) -> float | Reward:
+        """Ask once, score once.
+
+        Raises:
+            RewardTimeoutError: ``reward`` took longer than ``chat.reward_timeout_s`` seconds.
+        """
+        completion = await chat.generate(await call_user(self.messages, prompt))
+        deadline = asyncio.timeout(chat.reward_timeout_s)
+        try:
+            async with deadline:
+                score: float | Reward = await call_user(self.reward, prompt, completion)
+                return score
+        except TimeoutError as error:
+            if not deadline.expired():  # the reward's own TimeoutError is an ordinary failure
+                raise
+            raise RewardTimeoutError(
+                f"the reward of {type(self).__name__} took more than {chat.reward_timeout_s:g} s; make it faster or "
+                f"raise rollout.reward_timeout_s. Prompt: {shorten(prompt)}. Completion: {shorten(completion)}"
+            ) from error
+
+
+def shorten(value: object, limit: int = 400) -> str:
+    """``repr`` of a sample for an error message, cut in the middle beyond ``limit`` characters."""
+    text = repr(value)
+    return text if len(text) <= limit else f"{text[: limit // 2]} ... {text[-limit // 2 :]}"
