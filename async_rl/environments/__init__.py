@@ -1,5 +1,6 @@
 """Environments: tasks, conversations and rewards. Importing this is cheap."""
 
+from async_rl.environments.arithmetic import Arithmetic
 from async_rl.environments.base import (
     Environment,
     Reward,
@@ -9,11 +10,15 @@ from async_rl.environments.base import (
     SingleTurn,
 )
 from async_rl.environments.chat import BlockingChat, Chat, ContextFullError
+from async_rl.environments.functional import Task
+from async_rl.environments.gsm8k import GSM8K
 from async_rl.environments.rollout import make_rollout
 from async_rl.environments.template import PLAIN_TEMPLATE, ChatTemplate, TemplateError
 
 __all__ = [
+    "GSM8K",
     "PLAIN_TEMPLATE",
+    "Arithmetic",
     "BlockingChat",
     "Chat",
     "ChatTemplate",
@@ -24,6 +29,7 @@ __all__ = [
     "RewardTimeoutError",
     "RolloutError",
     "SingleTurn",
+    "Task",
     "TemplateError",
     "make_rollout",
 ]
