@@ -1,0 +1,224 @@
+"""Books: gate, planner and engine slots under one lock, so that admission and selection can't drift apart."""
+
+from __future__ import annotations
+
+from collections import Counter, deque
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from async_rl.orchestrator.records import Admission, EngineSlot, Flight, Recovery, RolloutFn
+from async_rl.types import Group, Outcome
+
+if TYPE_CHECKING:
+    from async_rl.orchestrator.gate import CapacityGate
+    from async_rl.orchestrator.planner import BatchPlanner, Plan
+    from async_rl.orchestrator.room import Room
+    from async_rl.orchestrator.version import PolicyVersion
+
+
+class Books:
+    """Where every group is. Each method is one step of a group's life and takes the room's lock itself.
+
+    Args:
+        room: The lock and its conditions.
+        gate: Counts the groups in the system.
+        planner: Knows their deadlines.
+        trained: The trained version.
+        slots: The engines.
+        group_size: G.
+        needed: Trajectories without which a group fails.
+        rollout: What runs one attempt of a training sample.
+        recovery: What an earlier process left.
+    """
+
+    def __init__(
+        self,
+        room: Room,
+        gate: CapacityGate,
+        planner: BatchPlanner,
+        trained: PolicyVersion,
+        slots: Sequence[EngineSlot],
+        *,
+        group_size: int,
+        needed: int,
+        rollout: RolloutFn,
+        recovery: Recovery,
+    ) -> None:
+        self._room = room
+        self._gate = gate
+        self._planner = planner
+        self._trained = trained
+        self._slots = slots
+        self._samples = tuple(range(group_size))
+        self._needed = needed
+        self._rollout = rollout
+        self.admission_open = False
+        self.admission_over = False
+        self.prompts_over = False
+        self.replaying = len(recovery.batches)
+        self.ended = Counter({Outcome(name): count for name, count in recovery.ended.items()})
+        self._running: dict[int, EngineSlot] = {}
+        self._kept: dict[int, Group] = {}
+        self._in_batch: tuple[int, ...] = ()
+        self.admitted = len(recovery.kept) + sum(map(len, recovery.batches)) + self.ended.total()
+        for group in recovery.kept:
+            self._gate.restore_kept(group.id)
+            head = group.head
+            self._planner.admitted(
+                group.id, group.admitted_version if head is None else min(head, group.admitted_version)
+            )
+            self._planner.keep(group.id, head)
+            self._kept[group.id] = group
+
+    # admission
+
+    def capacity(self) -> tuple[int, str]:
+        """How many groups may be admitted now, and what limits it."""
+        with self._room.lock:
+            if self.admission_over or not self.admission_open:
+                return 0, "stopped" if self.admission_over else "paused"
+            if self.replaying:
+                return 0, "replay"
+            if self.prompts_over:
+                return 0, "prompts"
+            open_slots = [slot for slot in self._slots if slot.open]
+            if not open_slots:
+                return 0, "engines"
+            return self._gate.capacity(self._trained.value, min(slot.served.value for slot in open_slots))
+
+    def admit(self, waiting: deque[Admission]) -> list[Flight]:
+        """Admit from the front of ``waiting`` as many groups as may come in now, each to the least busy open engine."""
+        with self._room.lock:
+            count = min(self.capacity()[0], len(waiting))
+            if count <= 0:
+                return []
+            slots = [slot for slot in self._slots if slot.open]
+            served = min(slot.served.value for slot in slots)
+            flights = []
+            for _ in range(count):
+                group_id, prompt, landed = waiting.popleft()
+                slot = slots[0] if len(slots) == 1 else min(slots, key=lambda s: s.flights)
+                self._gate.admit(group_id)
+                missing, version = self._samples, served
+                if landed:  # re-issued: its finished samples carry older stamps, and hold no places
+                    missing = tuple(i for i in missing if i not in landed)
+                    version = min([served, *(t.head for t in landed.values() if t.head is not None)])
+                    for _ in landed:
+                        self._gate.trajectory_ended(group_id)
+                self._planner.admitted(group_id, version)
+                slot.flights += 1
+                self.admitted += 1
+                self._running[group_id] = slot
+                flights.append(
+                    Flight(group_id, prompt, version, slot, self._rollout, missing, dict(landed), self._needed)
+                )
+            return flights
+
+    # rollouts
+
+    def settle(
+        self, ended_samples: Sequence[int], kept: Sequence[tuple[Group, int | None]], out: Sequence[tuple[int, Outcome]]
+    ) -> None:
+        """Enter what landed: samples that ended, groups to keep (with their head), groups that are out."""
+        room, gate, planner = self._room, self._gate, self._planner
+        with room.lock:
+            for group_id in ended_samples:
+                if group_id in self._running:  # else its group ended in the same landing and gave all places back
+                    gate.trajectory_ended(group_id)
+            for group, head in kept:
+                gate.keep(group.id)
+                planner.keep(group.id, head)
+                self._kept[group.id] = group
+                self._left_engine(group.id)
+            for group_id, outcome in out:
+                gate.end(group_id)
+                planner.end(group_id)
+                self.ended[outcome] += 1
+                self._left_engine(group_id)
+            room.capacity.notify_all()
+            if kept or out:
+                room.batch.notify_all()
+
+    def _left_engine(self, group_id: int) -> None:
+        slot = self._running.pop(group_id)
+        slot.flights -= 1
+        if slot.flights == 0 and slot.drains:
+            self._room.engines.notify_all()
+
+    # batches
+
+    def data_is_over(self) -> bool:
+        """Whether no group will ever be admitted again."""
+        return (self.prompts_over or self.admission_over) and not self.replaying
+
+    def plan(self, *, short_ok: bool) -> tuple[Plan, tuple[Group, ...]]:
+        """Ask the planner for the batch of this step; its groups stay in the system until :meth:`end_batch`."""
+        with self._room.lock:
+            plan = self._planner.plan(self._trained.value, exhausted=self.data_is_over(), short_ok=short_ok)
+            if plan.groups:
+                self._in_batch = plan.groups
+            return plan, tuple(self._kept[group_id] for group_id in plan.groups)
+
+    def end_batch(self, outcome: Outcome) -> None:
+        """End the groups of the batch; where it was trained, the trained version moves in the same instant."""
+        with self._room.lock:
+            self._end(self._in_batch, outcome)
+            self._in_batch = ()
+            if outcome is Outcome.TRAINED:
+                self._trained.advance_to(self._trained.value + 1)
+            self._room.capacity.notify_all()
+
+    def end_replayed_batch(self, size: int, outcome: Outcome) -> None:
+        """End a batch that was trained again from the record; its groups are not in the system."""
+        with self._room.lock:
+            self.replaying -= 1
+            self.ended[outcome] += size
+            if outcome is Outcome.TRAINED:
+                self._trained.advance_to(self._trained.value + 1)
+            self._room.capacity.notify_all()
+
+    def end_kept(self, outcome: Outcome) -> list[int]:
+        """End every kept group that is in no batch: too few at the end of the data, or saved for a later run."""
+        with self._room.lock:
+            ids = [group_id for group_id in self._kept if group_id not in self._in_batch]
+            self._end(ids, outcome)
+            return ids
+
+    def end_everything(self, outcome: Outcome) -> tuple[list[int], list[int]]:
+        """End what is left when the run closes: ids that were finished, ids that were running."""
+        with self._room.lock:
+            kept, running = list(self._kept), list(self._running)
+            self._end([*kept, *running], outcome)
+            self._running.clear()
+            self._in_batch = ()
+            return kept, running
+
+    def _end(self, group_ids: Sequence[int], outcome: Outcome) -> None:
+        for group_id in group_ids:
+            self._gate.end(group_id)
+            self._planner.end(group_id)
+            self._kept.pop(group_id, None)
+            self.ended[outcome] += 1
+
+    # reading
+
+    @property
+    def running_groups(self) -> int:
+        """Groups in the air."""
+        return len(self._running)
+
+    @property
+    def kept_groups(self) -> int:
+        """Groups finished and not ended, those of the batch in training included."""
+        return len(self._kept)
+
+    @property
+    def running_trajectories(self) -> int:
+        """Trajectories that hold a place."""
+        return self._gate.running_trajectories
+
+    def oldest_kept_head(self) -> int | None:
+        """Oldest head version among the kept groups."""
+        with self._room.lock:
+            groups = list(self._kept.values())
+        return min((head for g in groups if (head := g.head) is not None), default=None)

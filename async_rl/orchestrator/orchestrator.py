@@ -1,0 +1,515 @@
+"""Orchestrator: owns and wires the parts of the control plane; the only one who knows them all."""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from functools import partial
+from typing import Any
+
+from async_rl.orchestrator.books import Books
+from async_rl.orchestrator.dispatcher import Dispatcher
+from async_rl.orchestrator.gate import CapacityGate
+from async_rl.orchestrator.ledger import AnyLedger
+from async_rl.orchestrator.metrics import Meters, MetricsLoop
+from async_rl.orchestrator.planner import BatchPlanner
+from async_rl.orchestrator.prompts import PromptStream
+from async_rl.orchestrator.records import (
+    Admission,
+    EmptyBatchReport,
+    EngineLike,
+    EngineSlot,
+    Event,
+    Flight,
+    Landing,
+    Recovery,
+    RolloutFn,
+)
+from async_rl.orchestrator.rollouts import RolloutThread, spread
+from async_rl.orchestrator.room import Room
+from async_rl.orchestrator.seeds import sampling_seed
+from async_rl.orchestrator.settings import OrchestratorSettings
+from async_rl.orchestrator.sinks import EvalSink, TrainSink
+from async_rl.orchestrator.supervisor import Supervisor
+from async_rl.orchestrator.version import PolicyVersion
+from async_rl.orchestrator.watcher import WeightWatcher
+from async_rl.types import Batch, EvalResult, Group, Outcome, Prompt
+
+log = logging.getLogger(__name__)
+
+AdvantageFn = Callable[[Sequence[Sequence[float]]], Sequence[Sequence[float]]]
+Poll = Callable[[], None]
+
+_POLL_S = 0.1
+
+
+class Orchestrator:
+    """The control plane of one run: prompts in, one planned batch per step out, weights on to the engines.
+
+    All methods but :meth:`snapshot` and :meth:`check` belong to the main thread. Those that block take a ``poll``,
+    called at least ten times a second and outside every lock; what it raises ends the wait. The first failure of any
+    thread is raised by whatever the main thread waits in, else by the next :meth:`check`.
+
+    Args:
+        settings: The numbers.
+        engines: Started engines; none serves before its first load.
+        prompts: Prompt by position.
+        rollout: Runs one attempt: ``(task, engine) -> trajectory``.
+        advantages: Rewards nested by group to advantages nested the same way; called when a batch is formed.
+        ledger: The run's record, open; closed by the caller, after :meth:`close`.
+        start_version: The policy version of the weights the run starts with.
+        recovered: What an earlier process left (``Ledger.recover(start_version)``).
+
+    Raises:
+        ValueError: A setting is out of range, or two contradict each other.
+    """
+
+    def __init__(
+        self,
+        settings: OrchestratorSettings,
+        *,
+        engines: Sequence[EngineLike],
+        prompts: PromptStream,
+        rollout: RolloutFn,
+        advantages: AdvantageFn,
+        ledger: AnyLedger,
+        start_version: int = 0,
+        recovered: Recovery | None = None,
+    ) -> None:
+        if not engines:
+            raise ValueError("engine: no engine given, nothing could be sampled")
+        recovery = recovered or Recovery(start_version, next_group_id=0)
+        if recovery.version != start_version:
+            raise ValueError(f"recovered at version {recovery.version}, but the weights are those of {start_version}")
+        self.settings = s = settings
+        self._advantages = advantages
+        self._ledger = ledger
+        self._events: deque[Event] = deque()
+        self._replay = deque(recovery.batches)
+        self._batch: Batch | None = None
+        self._batch_is_replayed = False
+        self._waiting_for = ""
+        self._closed = False
+        self._eval_sink = EvalSink([], 0, rollout, [], -1)
+        self._next_eval_id = -1
+        self._turn = itertools.count()
+
+        self._room = room = Room()
+        self._supervisor = Supervisor(room.wake_all)
+        self._trained = PolicyVersion(start_version, name="trained version")
+        self._sampling_policy = s.sampling_policy
+        if s.sampling_policy == "auto":
+            self._sampling_policy = "trajectory" if all(e.versions_alive > 1 for e in engines) else "segment"
+        self._slots = [
+            EngineSlot(
+                i,
+                engine,
+                PolicyVersion(start_version, name=f"served version of engine {engine.name}"),
+                drains=self._sampling_policy == "trajectory" and engine.versions_alive == 1,
+            )
+            for i, engine in enumerate(engines)
+        ]
+        gate = CapacityGate(
+            batch_size=s.batch_size,
+            group_size=s.group_size,
+            max_concurrent=s.max_concurrent,
+            max_staleness=None if s.stale_policy == "allow" else s.max_staleness,
+            admit_ahead=s.admit_ahead,
+            oversample_factor=s.oversample_factor,
+            max_steps=s.max_steps,
+        )
+        planner = BatchPlanner(batch_size=s.batch_size, max_staleness=s.max_staleness, stale_policy=s.stale_policy)
+        self._books = Books(
+            room,
+            gate,
+            planner,
+            self._trained,
+            self._slots,
+            group_size=s.group_size,
+            needed=s.trajectories_needed,
+            rollout=rollout,
+            recovery=recovery,
+        )
+        self._meters = Meters()
+        self._metrics = MetricsLoop(
+            self._meters, self.snapshot, interval_s=s.metrics_interval_s, supervisor=self._supervisor
+        )
+        self._train_sink = TrainSink(
+            room,
+            self._books,
+            ledger,
+            self._meters,
+            emit=self._emit,
+            fail=self._supervisor.fail,
+            batch_size=s.batch_size,
+            filter_zero_variance=s.filter_zero_variance,
+            max_failures=s.max_failures,
+        )
+        self._rollout_threads = [
+            RolloutThread(
+                timeout_s=s.rollout_timeout_s,
+                max_retries=s.max_retries,
+                straggler_timeout_s=s.straggler_timeout_s,
+                make_seed=partial(sampling_seed, s.seed),
+                land=self._land,
+                crashed=self._supervisor.fail,
+            )
+            for _ in range(s.rollout_threads)
+        ]
+        self._dispatcher = Dispatcher(
+            room,
+            self._books,
+            prompts,
+            reissue=[_reissue(prompts, group_id, landed) for group_id, landed in recovery.unfinished],
+            next_group_id=recovery.next_group_id,
+            record=ledger.admit,
+            launch=lambda flights: spread(flights, self._rollout_threads, self._turn),
+            supervisor=self._supervisor,
+        )
+        self._watcher = WeightWatcher(
+            room,
+            self._slots,
+            load_timeout_s=s.load_timeout_s,
+            emit=self._emit,
+            observe=partial(self._meters.took, "load"),
+            supervisor=self._supervisor,
+        )
+
+    # life
+
+    def start(self) -> None:
+        """Start the threads. Nothing is admitted before :meth:`resume`, and nothing before an engine has loaded."""
+        self._supervisor.spawn("ledger", self._ledger.run)
+        for i, thread in enumerate(self._rollout_threads):
+            self._supervisor.spawn(f"rollout-{i}", thread.run)
+        self._supervisor.spawn("watcher", self._watcher.run)
+        self._supervisor.spawn("dispatcher", self._dispatcher.run)
+        self._supervisor.spawn("metrics", self._metrics.run)
+
+    def resume(self) -> None:
+        """Open admission."""
+        self._set_admission(open_=True)
+
+    def pause(self) -> None:
+        """Close admission; groups in the system go on, retries of their trajectories included."""
+        self._set_admission(open_=False)
+
+    def _set_admission(self, *, open_: bool) -> None:
+        with self._room.lock:
+            self._books.admission_open = open_
+            self._room.capacity.notify_all()
+
+    def stop_admission(self) -> None:
+        """Close admission for good."""
+        with self._room.lock:
+            self._books.admission_over = True
+            self._room.capacity.notify_all()
+
+    def drain(self, timeout_s: float, poll: Poll) -> int:
+        """Stop admission, give groups in flight ``timeout_s`` to finish, and save what is finished in the ledger.
+
+        Returns:
+            How many finished groups were saved for a later run. Groups that did not finish are saved by
+            :meth:`close`, to be run again.
+        """
+        self.stop_admission()
+        self._wait("groups in flight", lambda: self._books.running_groups == 0, poll, timeout_s=timeout_s)
+        with self._room.lock:
+            saved = self._books.end_kept(Outcome.SAVED)
+            self._ledger.end([(group_id, Outcome.SAVED, "finished") for group_id in saved])
+        return len(saved)
+
+    def close(self, timeout_s: float) -> list[str]:
+        """Stop every thread and end every group; idempotent, bounded, never raises.
+
+        Groups that were finished end as saved(finished), those in flight as saved(unfinished): a resumed run carries
+        the former and runs the latter again.
+
+        Returns:
+            Names of the threads that were still running after ``timeout_s``.
+        """
+        if self._closed:
+            return self._supervisor.join(0.0)
+        deadline_s = time.monotonic() + timeout_s
+        try:
+            with self._room.lock:
+                self._closed = True
+                self._books.admission_over = True
+                kept, running = self._books.end_everything(Outcome.SAVED)
+                self._ledger.end([(group_id, Outcome.SAVED, "finished") for group_id in kept])
+                self._ledger.end([(group_id, Outcome.SAVED, "unfinished") for group_id in running])
+            for thread in self._rollout_threads:
+                thread.stop()
+            self._ledger.stop()
+        except Exception:
+            log.exception("closing the control plane")
+        self._supervisor.stop()
+        return self._supervisor.join(max(deadline_s - time.monotonic(), 0.0))
+
+    def check(self) -> None:
+        """Raise the first failure of any thread, with its own traceback."""
+        self._supervisor.check()
+
+    # weights
+
+    def publish(self, version: int, source: Any) -> None:
+        """Offer weights to the engines; returns at once. The source is released when every engine has loaded it."""
+        self._watcher.publish(version, source)
+
+    def wait_served(self, version: int, poll: Poll) -> None:
+        """Block until every engine is confirmed to serve ``version`` or newer."""
+
+        def served() -> bool:
+            return all(slot.loaded and slot.served.value >= version for slot in self._slots)
+
+        self._wait(f"version {version} to be served", served, poll)
+
+    def hold_loads(self) -> AbstractContextManager[None]:
+        """A context in which no load is applied; entering waits for the one that is going on."""
+        return self._watcher.hold()
+
+    # batches
+
+    def next_batch(self, poll: Poll) -> Batch | None:
+        """Block until the batch of the next step is planned and recorded.
+
+        Returns:
+            The batch at the trained version, or ``None`` when the data or the steps are over.
+
+        Raises:
+            RuntimeError: The batch before was neither trained nor dropped, or a group breaks the age bound.
+        """
+        if self._batch is not None:
+            raise RuntimeError(f"the batch of version {self._batch.version} was neither trained nor dropped")
+        s, version = self.settings, self._trained.value
+        began_s = time.monotonic()
+        if s.max_steps is not None and version >= s.max_steps:
+            return None
+        if self._replay:
+            self._batch = self._make_batch(version, self._replay.popleft())
+            self._batch_is_replayed = True
+            return self._batch
+        groups: tuple[Group, ...] = ()
+        over = False
+
+        def planned() -> bool:
+            nonlocal groups, over
+            plan, groups = self._books.plan(short_ok=s.last_batch == "train")
+            self._waiting_for = plan.waiting_for
+            over = not plan.groups and not plan.waiting_for
+            return over or bool(groups)
+
+        self._wait("a batch", planned, poll, name_it=False)
+        self._meters.took("wait_for_batch", time.monotonic() - began_s)
+        if over:
+            self._end_of_data()
+            return None
+        if len(groups) < s.batch_size:
+            log.warning("the data ended: training a last batch of %d groups (last_batch=train)", len(groups))
+        batch = self._make_batch(version, groups)
+        recording_s = time.monotonic()
+        written = self._ledger.record_batch(batch)
+        while not written.wait(_POLL_S):
+            self.check()
+        self._meters.took("record_batch", time.monotonic() - recording_s)
+        self._batch, self._batch_is_replayed = batch, False
+        return batch
+
+    def batch_trained(self, batch: Batch) -> None:
+        """The batch updated the policy: the trained version moves by one, its groups end as trained."""
+        self._end_batch(batch, Outcome.TRAINED, "")
+
+    def batch_dropped(self, batch: Batch, reason: str) -> None:
+        """The batch made no update: its groups end as dropped, their places come back, the version stays."""
+        self._end_batch(batch, Outcome.DROPPED, reason)
+        if not any(t.trainable_tokens for t in batch.trajectories):
+            self._emit(Event("empty_batch", EmptyBatchReport(len(batch.groups), untrainable=True)))
+
+    def _make_batch(self, version: int, groups: tuple[Group, ...]) -> Batch:
+        began_s = time.monotonic()
+        bound = self.settings.max_staleness if self.settings.stale_policy == "wait" else None
+        for group in groups:
+            if bound is not None and group.head is not None and version - group.head > bound:
+                raise RuntimeError(
+                    f"group {group.id} (head version {group.head}) would be trained at version {version}: "
+                    f"age {version - group.head} breaks max_staleness={bound}"
+                )
+        rewards = [group.rewards for group in groups]
+        advantages = tuple(tuple(map(float, a)) for a in self._advantages(rewards))
+        if [len(a) for a in advantages] != [len(r) for r in rewards]:
+            raise ValueError(
+                f"the advantage function returned {[len(a) for a in advantages]} numbers per group for "
+                f"{[len(r) for r in rewards]} rewards; it must return one number per trajectory"
+            )
+        self._meters.took("advantages", time.monotonic() - began_s)
+        return Batch(version, groups, advantages, bound)
+
+    def _end_batch(self, batch: Batch, outcome: Outcome, reason: str) -> None:
+        if batch is not self._batch:
+            raise RuntimeError("this is not the batch that next_batch() returned last, or it ended before")
+        with self._room.lock:
+            self._ledger.end([(group.id, outcome, reason) for group in batch.groups])
+            self._ledger.end_batch(batch.version, outcome, reason)
+            if self._batch_is_replayed:
+                self._books.end_replayed_batch(len(batch.groups), outcome)
+            else:
+                self._books.end_batch(outcome)
+        self._batch = None
+
+    def _end_of_data(self) -> None:
+        with self._room.lock:
+            dropped = self._books.end_kept(Outcome.DROPPED)
+            self._ledger.end([(group_id, Outcome.DROPPED, "short") for group_id in dropped])
+        if dropped:
+            log.warning(
+                "the data ended: %d groups are fewer than batch_size=%d and were dropped (last_batch=drop)",
+                len(dropped),
+                self.settings.batch_size,
+            )
+
+    # evaluation
+
+    def evaluate(self, prompts: Sequence[Prompt], samples: int, rollout: RolloutFn, poll: Poll) -> list[EvalResult]:
+        """Sample every prompt ``samples`` times with the newest served weights, at most ``max_concurrent`` at once.
+
+        Returns:
+            One result per prompt, in order; failures are listed beside the finished samples.
+        """
+        loaded = [slot for slot in self._slots if slot.loaded]
+        if not loaded:
+            raise RuntimeError("evaluate: no engine serves a version yet; call wait_served first")
+        newest = max(slot.served.value for slot in loaded)
+        slots = [slot for slot in loaded if slot.served.value == newest]
+        sink = self._eval_sink = EvalSink(prompts, samples, rollout, slots, self._next_eval_id)
+        self._next_eval_id -= sink.total
+        flights = sink.flights()
+        launched = 0
+
+        def over() -> bool:
+            nonlocal launched
+            room_for = self.settings.max_concurrent - (launched - sink.landed)
+            batch = list(itertools.islice(flights, max(room_for, 0)))
+            if batch:
+                launched += len(batch)
+                spread(batch, self._rollout_threads, self._turn)
+            return sink.landed == sink.total
+
+        self._wait("the evaluation", over, poll)
+        return sink.results()
+
+    # what happened
+
+    def events(self) -> list[Event]:
+        """What happened since the last call, in order."""
+        events = []
+        while self._events:
+            events.append(self._events.popleft())
+        return events
+
+    def snapshot(self) -> dict[str, float | str]:
+        """The gauges now; from any thread.
+
+        Returns:
+            ``running``, ``kept`` (groups), ``running_trajectories``, ``in_the_air`` (attempts), ``events`` (not yet
+            told), ``trained_version``, ``served_version`` (lowest of the open engines, else of all), ``engines_open``,
+            ``oldest_kept_age``, ``admitted``, ``limited_by``, ``waiting_for`` (``""`` while the trainer does not wait).
+        """
+        with self._room.lock:
+            open_slots = [slot for slot in self._slots if slot.open]
+            head = self._books.oldest_kept_head()
+            trained = self._trained.value
+            return {
+                "running": float(self._books.running_groups),
+                "kept": float(self._books.kept_groups),
+                "running_trajectories": float(self._books.running_trajectories),
+                "in_the_air": float(sum(thread.in_the_air for thread in self._rollout_threads)),
+                "events": float(len(self._events)),
+                "trained_version": float(trained),
+                "served_version": float(min(slot.served.value for slot in open_slots or self._slots)),
+                "engines_open": float(len(open_slots)),
+                "oldest_kept_age": float(trained - head) if head is not None else 0.0,
+                "admitted": float(self._books.admitted),
+                "limited_by": self._books.capacity()[1],
+                "waiting_for": self._waiting_for,
+            }
+
+    def drain_metrics(self) -> dict[str, float]:
+        """What happened since the last call, condensed (see :meth:`MetricsLoop.drain`)."""
+        return self._metrics.drain()
+
+    def limits(self) -> str:
+        """What bound admission over the whole run, most of the time first."""
+        return self._metrics.limits()
+
+    def waits(self) -> dict[str, str]:
+        """Which of our threads waits for what, for the stall report."""
+        return self._supervisor.waits()
+
+    def outcomes(self) -> dict[str, int]:
+        """Groups admitted, running, kept, and ended by outcome, over the whole run."""
+        with self._room.lock:
+            books = self._books
+            counts = {"admitted": books.admitted, "running": books.running_groups, "kept": books.kept_groups}
+            return counts | {str(outcome): books.ended[outcome] for outcome in Outcome}
+
+    def state_dict(self) -> dict[str, int]:
+        """What a checkpoint needs of the control plane; the ledger has the rest."""
+        return {"trained_version": self._trained.value, "next_group_id": self._dispatcher.next_group_id}
+
+    # private
+
+    def _emit(self, event: Event) -> None:
+        self._events.append(event)
+
+    def _land(self, landing: Landing) -> None:
+        finished: list[Flight] = []
+        with self._room.lock:
+            if self._closed:
+                return
+            for flight in landing.finished:
+                if flight.group_id >= 0:
+                    finished.append(flight)
+                else:
+                    self._eval_sink.land(flight)
+                    self._room.batch.notify_all()
+            landing.finished = finished
+            self._train_sink.land(landing)
+
+    def _wait(
+        self,
+        what: str,
+        ready: Callable[[], bool],
+        poll: Poll,
+        *,
+        timeout_s: float = float("inf"),
+        name_it: bool = True,
+    ) -> None:
+        """Block the main thread until ``ready()``, polling; raises the first failure."""
+        deadline_s = time.monotonic() + timeout_s
+        try:
+            with self._supervisor.waiting(what):
+                while True:
+                    poll()
+                    self.check()
+                    with self._room.lock:
+                        if name_it:
+                            self._waiting_for = what
+                        if ready() or time.monotonic() >= deadline_s:
+                            return
+                        if not self._events:
+                            self._room.batch.wait(_POLL_S)
+        finally:
+            self._waiting_for = ""
+
+
+def _reissue(prompts: PromptStream, group_id: int, landed: Any) -> Admission:
+    prompt = prompts.at(group_id)
+    if prompt is None:
+        raise ValueError(
+            f"group {group_id} of the run's record has no prompt: the data or epochs changed; use a new run_dir"
+        )
+    return Admission(group_id, prompt, landed)

@@ -1,0 +1,237 @@
+"""Plain data the parts of the control plane hand each other: flights, landings, engine slots, events, recovery."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+
+from async_rl.types import Group, Prompt, RolloutTask, Trajectory
+
+if TYPE_CHECKING:
+    import asyncio
+
+    from async_rl.orchestrator.version import PolicyVersion
+
+
+class EngineLike(Protocol):
+    """What the control plane needs of an engine; a rollout function knows the rest."""
+
+    name: str
+    versions_alive: int
+
+    async def load_weights(self, version: int, source: Any) -> None:
+        """Replace the weights; returns once every token sampled from now on uses ``version``."""
+        ...
+
+
+RolloutFn = Callable[[RolloutTask, Any], Awaitable[Trajectory]]
+
+
+def reason_of(error: BaseException) -> str:
+    """Short name of a failure: its ``reason`` attribute, ``"timeout"``, or the exception's type."""
+    reason = getattr(error, "reason", None)
+    if isinstance(reason, str) and reason:
+        return reason
+    return "timeout" if isinstance(error, TimeoutError) else type(error).__name__
+
+
+class EngineSlot:
+    """The books of one engine: what it serves, whether new groups may go there, how many groups it has in flight.
+
+    Args:
+        index: Position among the engines.
+        engine: The engine.
+        served: The version it is confirmed to serve.
+        drains: Whether it must be empty before a load (``trajectory`` sampling on an engine that holds one version).
+    """
+
+    __slots__ = ("drains", "engine", "flights", "index", "loaded", "open", "served")
+
+    def __init__(self, index: int, engine: EngineLike, served: PolicyVersion, drains: bool) -> None:
+        self.index = index
+        self.engine = engine
+        self.served = served
+        self.drains = drains
+        self.loaded = False
+        self.open = False
+        self.flights = 0
+
+
+class Flight:
+    """Samples of one prompt in the air: which are running, which came back, which were given up.
+
+    Args:
+        group_id: The group; negative for evaluation.
+        prompt: The task.
+        version: Lowest served version at the admission.
+        slot: The engine that serves all its samples.
+        rollout: What runs one attempt.
+        missing: Sample indices to run.
+        landed: Samples that an earlier process finished already.
+        needed: Trajectories without which it fails: ``group_size``, the quorum, or 0 where each sample stands alone.
+    """
+
+    __slots__ = (
+        "error",
+        "given_up",
+        "group_id",
+        "landed",
+        "missing",
+        "needed",
+        "over",
+        "prompt",
+        "rollout",
+        "running",
+        "slot",
+        "timer",
+        "version",
+    )
+
+    def __init__(
+        self,
+        group_id: int,
+        prompt: Prompt,
+        version: int,
+        slot: EngineSlot,
+        rollout: RolloutFn,
+        missing: tuple[int, ...],
+        landed: dict[int, Trajectory],
+        needed: int,
+    ) -> None:
+        self.group_id = group_id
+        self.prompt = prompt
+        self.version = version
+        self.slot = slot
+        self.rollout = rollout
+        self.missing = missing
+        self.landed = landed
+        self.needed = needed
+        self.running: dict[int, Any] = {}
+        self.given_up: dict[int, BaseException] = {}
+        self.error: BaseException | None = None
+        self.over = False
+        self.timer: asyncio.TimerHandle | None = None
+
+    def group(self) -> Group:
+        """The finished group, trajectories by sample index."""
+        landed = self.landed
+        trajectories = tuple(landed.values()) if len(landed) == 1 else tuple(landed[i] for i in sorted(landed))
+        return Group(self.group_id, self.prompt, self.version, trajectories, self.slot.index)
+
+
+class Landing:
+    """What ended on a rollout thread since it last reported.
+
+    Attributes:
+        landed: Trajectories of training groups, each with its group id.
+        ended: Groups still in the air, once for each of their samples that is out for good.
+        finished: Flights that are over.
+        outcomes: Attempts in order; runs of successes are one ``None``, every failure is its exception.
+        retries: Failed attempts that were started again.
+        cancelled: Stragglers cancelled because their group went on without them.
+    """
+
+    __slots__ = ("cancelled", "ended", "finished", "landed", "outcomes", "retries")
+
+    def __init__(self) -> None:
+        self.landed: list[tuple[int, Trajectory]] = []
+        self.ended: list[int] = []
+        self.finished: list[Flight] = []
+        self.outcomes: list[BaseException | None] = []
+        self.retries = 0
+        self.cancelled = 0
+
+
+class Admission(NamedTuple):
+    """A group about to be admitted, or re-issued with the trajectories an earlier process finished."""
+
+    group_id: int
+    prompt: Prompt
+    landed: Mapping[int, Trajectory]
+
+
+class Event(NamedTuple):
+    """Something the main thread tells callbacks about.
+
+    ``rollout_end`` carries the finished :class:`~async_rl.types.Group`, ``policy_loaded`` the version every open engine
+    now serves, ``empty_batch`` an :class:`EmptyBatchReport`.
+    """
+
+    name: str
+    value: Any
+
+
+@dataclass(frozen=True, slots=True)
+class EmptyBatchReport:
+    """A batch's worth of groups ended in a row and none was kept, or a batch had nothing to train.
+
+    Attributes:
+        groups: How many groups.
+        rewards: How often each reward was seen (at most 20 different ones).
+        failures: How often each reason made a group fail.
+        first_error: The first failure, traceback included.
+        untrainable: Whether it was a planned batch without a trainable token.
+    """
+
+    groups: int
+    rewards: Mapping[float, int] = field(default_factory=dict)
+    failures: Mapping[str, int] = field(default_factory=dict)
+    first_error: BaseException | None = None
+    untrainable: bool = False
+
+    @property
+    def outage(self) -> bool:
+        """Whether rollouts fail, rather than bring no signal."""
+        return 2 * sum(self.failures.values()) >= self.groups and not self.untrainable
+
+    def __str__(self) -> str:
+        if self.untrainable:
+            return f"no signal: a batch of {self.groups} groups has no trainable token (all truncated or masked?)"
+        if self.outage:
+            reasons = ", ".join(f"{reason} {n}x" for reason, n in self.failures.items())
+            return f"outage: {self.groups} groups in a row and none kept ({reasons}); first error: {self.first_error!r}"
+        seen = ", ".join(f"{reward:g} {n}x" for reward, n in self.rewards.items())
+        return (
+            f"no signal: {self.groups} groups in a row were filtered because all rewards of a group were equal "
+            f"(rewards seen: {seen})"
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Recovery:
+    """What an earlier process left, as of a checkpoint.
+
+    Attributes:
+        version: Policy version of the checkpoint.
+        next_group_id: First admission number never used; also the position in the prompt stream.
+        batches: Groups of every batch recorded after the checkpoint, in order: trained again, first, at their versions.
+        kept: Finished groups that wait to be trained.
+        unfinished: Groups that were running: their id, and the samples they had finished. Re-issued under the same id.
+        ended: Groups that ended before, by outcome, so that the counts go on.
+    """
+
+    version: int
+    next_group_id: int
+    batches: tuple[tuple[Group, ...], ...] = ()
+    kept: tuple[Group, ...] = ()
+    unfinished: tuple[tuple[int, Mapping[int, Trajectory]], ...] = ()
+    ended: Mapping[str, int] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Balance:
+    """Every admitted group, by how it ended.
+
+    Attributes:
+        admitted: Groups ever admitted.
+        ended: By outcome.
+    """
+
+    admitted: int
+    ended: Mapping[str, int]
+
+    @property
+    def open(self) -> int:
+        """Groups admitted and not ended."""
+        return self.admitted - sum(self.ended.values())

@@ -1,0 +1,203 @@
+"""Sinks: what finished rollouts become - kept, filtered or failed groups for training, results for evaluation."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING
+
+from async_rl.orchestrator.records import EmptyBatchReport, EngineSlot, Event, Flight, Landing, RolloutFn, reason_of
+from async_rl.types import EvalResult, Group, Outcome, Prompt
+
+if TYPE_CHECKING:
+    from async_rl.orchestrator.books import Books
+    from async_rl.orchestrator.ledger import AnyLedger
+    from async_rl.orchestrator.metrics import Meters
+    from async_rl.orchestrator.room import Room
+
+
+class RolloutFailureError(RuntimeError):
+    """More rollout attempts failed in a row than ``max_failures`` allows; its cause is the first of them."""
+
+
+class TrainSink:
+    """Decides what a finished group becomes and enters it into ledger and books, a landing at a time.
+
+    Args:
+        room: The lock, for the streaks below.
+        books: Where every group is.
+        ledger: The record; written before the books, so that no batch can name a group that is not in it.
+        meters: Counters for the metrics loop.
+        emit: Takes events for the main thread.
+        fail: Takes a failure of the run.
+        batch_size: Groups that make an empty batch when none is kept.
+        filter_zero_variance: Whether groups without a reward difference end as filtered.
+        max_failures: Failed attempts in a row that are put up with.
+    """
+
+    def __init__(
+        self,
+        room: Room,
+        books: Books,
+        ledger: AnyLedger,
+        meters: Meters,
+        *,
+        emit: Callable[[Event], None],
+        fail: Callable[[BaseException], None],
+        batch_size: int,
+        filter_zero_variance: bool,
+        max_failures: int,
+    ) -> None:
+        self._room = room
+        self._books = books
+        self._ledger = ledger
+        self._meters = meters
+        self._emit = emit
+        self._fail = fail
+        self._batch_size = batch_size
+        self._filter_zero_variance = filter_zero_variance
+        self._max_failures = max_failures
+        self._failures_in_a_row = 0
+        self._first_failure: BaseException | None = None
+        self._empty = _EmptyStreak()
+
+    def land(self, landing: Landing) -> None:
+        """Take what ended; called on rollout threads."""
+        kept: list[tuple[Group, int | None]] = []
+        out: list[tuple[int, Outcome, str]] = []
+        groups: list[Group] = []
+        errors: list[BaseException] = []
+        for flight in landing.finished:
+            if flight.error is not None:
+                out.append((flight.group_id, Outcome.FAILED, reason_of(flight.error)))
+                errors.append(flight.error)
+                continue
+            group = flight.group()
+            groups.append(group)
+            if self._filter_zero_variance and _rewards_are_equal(group):
+                out.append((group.id, Outcome.FILTERED, "zero_variance"))
+            else:
+                kept.append((group, group.head))
+        self._ledger.land(landing.landed)
+        self._ledger.keep([group for group, _ in kept])
+        self._ledger.end(out)
+        self._books.settle(landing.ended, kept, [(group_id, outcome) for group_id, outcome, _ in out])
+        self._meters.landed(groups, landing, kept=len(kept), failed=len(errors))
+        for group in groups:
+            self._emit(Event("rollout_end", group))
+        with self._room.lock:
+            self._count_failures(landing.outcomes)
+            report = self._empty.add(landing.finished, bool(kept), self._batch_size) if landing.finished else None
+        if report is not None:
+            self._emit(Event("empty_batch", report))
+
+    def _count_failures(self, outcomes: Sequence[BaseException | None]) -> None:
+        for error in outcomes:
+            if error is None:
+                self._failures_in_a_row = 0
+                continue
+            if self._failures_in_a_row == 0:
+                self._first_failure = error
+            self._failures_in_a_row += 1
+            if self._failures_in_a_row > self._max_failures:
+                first = self._first_failure
+                failure = RolloutFailureError(
+                    f"{self._failures_in_a_row} rollout attempts in a row failed (max_failures={self._max_failures}); "
+                    f"the first one with {type(first).__name__}: {first}"
+                )
+                failure.__cause__ = first
+                self._fail(failure)
+                return
+
+
+def _rewards_are_equal(group: Group) -> bool:
+    first = group.trajectories[0].reward
+    return all(t.reward == first for t in group.trajectories)
+
+
+class _EmptyStreak:
+    """Groups that ended since one was kept."""
+
+    def __init__(self) -> None:
+        self._groups = 0
+        self._rewards: Counter[float] = Counter()
+        self._failures: Counter[str] = Counter()
+        self._first_error: BaseException | None = None
+
+    def add(self, flights: Sequence[Flight], any_kept: bool, batch_size: int) -> EmptyBatchReport | None:
+        """Count flights that are over; a report once ``batch_size`` groups in a row brought nothing."""
+        if any_kept:
+            if self._groups:
+                self.__init__()  # type: ignore[misc]
+            return None
+        for flight in flights:
+            self._groups += 1
+            if flight.error is not None:
+                self._failures[reason_of(flight.error)] += 1
+                self._first_error = self._first_error or flight.error
+            for trajectory in flight.landed.values():
+                if len(self._rewards) < 20 or trajectory.reward in self._rewards:
+                    self._rewards[trajectory.reward] += 1
+        if self._groups < batch_size:
+            return None
+        report = EmptyBatchReport(self._groups, dict(self._rewards), dict(self._failures), self._first_error)
+        self.__init__()  # type: ignore[misc]
+        return report
+
+
+class EvalSink:
+    """Collects the samples of one evaluation; its rollouts count against no gate, age or ledger.
+
+    Args:
+        prompts: What to evaluate.
+        samples: Samples per prompt.
+        rollout: What runs one attempt.
+        slots: Engines to use, in turn.
+        first_id: Group id of the first flight; ids go down from it and are negative.
+    """
+
+    def __init__(
+        self, prompts: Sequence[Prompt], samples: int, rollout: RolloutFn, slots: Sequence[EngineSlot], first_id: int
+    ) -> None:
+        self._prompts = prompts
+        self._samples = samples
+        self._rollout = rollout
+        self._slots = slots
+        self._first_id = first_id
+        self._landed: dict[int, Flight] = {}
+
+    @property
+    def total(self) -> int:
+        """Samples in all."""
+        return len(self._prompts) * self._samples
+
+    @property
+    def landed(self) -> int:
+        """Samples that are over."""
+        return len(self._landed)
+
+    def flights(self) -> Iterator[Flight]:
+        """One flight per sample, so that a failure costs no other sample."""
+        for n in range(self.total):
+            prompt, sample = self._prompts[n // self._samples], n % self._samples
+            slot = self._slots[n % len(self._slots)]
+            yield Flight(self._first_id - n, prompt, slot.served.value, slot, self._rollout, (sample,), {}, 0)
+
+    def land(self, flight: Flight) -> None:
+        """Take a flight that is over; one of an earlier evaluation is ignored."""
+        if 0 <= self._first_id - flight.group_id < self.total:
+            self._landed[self._first_id - flight.group_id] = flight
+
+    def results(self) -> list[EvalResult]:
+        """One result per prompt, in order."""
+        results = []
+        for i, prompt in enumerate(self._prompts):
+            flights = [self._landed[i * self._samples + s] for s in range(self._samples)]
+            results.append(
+                EvalResult(
+                    prompt,
+                    tuple(t for f in flights for t in f.landed.values()),
+                    tuple(f"{reason_of(e)}: {e}" for f in flights for e in f.given_up.values()),
+                )
+            )
+        return results
