@@ -1,0 +1,445 @@
+"""The whole loop on a virtual clock, around the shipped gate and planner: everything that may delay or lose a group.
+
+It keeps its own books (attempts, outcomes, versions) and asserts the promises of the control plane after every event.
+"""
+
+import heapq
+import math
+import random
+from dataclasses import dataclass, field
+from functools import lru_cache
+
+from async_rl.orchestrator.gate import CapacityGate
+from async_rl.orchestrator.planner import BatchPlanner
+
+LAWS = {
+    "constant": lambda rng: 1.0,
+    "uniform": lambda rng: rng.uniform(0.0, 3.0),
+    "lognormal": lambda rng: rng.lognormvariate(0.0, 1.5),
+    "pareto": lambda rng: rng.paretovariate(1.2),
+    "straggler": lambda rng: 40.0 if rng.random() < 0.05 else 0.2,
+}
+
+
+@dataclass(frozen=True)
+class World:
+    """One setting. Times are in seconds of the virtual clock, probabilities in [0, 1]."""
+
+    S: int | None = 2
+    B: int = 2
+    G: int = 1
+    W: int = 2
+    f: float = 1.0
+    C: int = 10**9
+    policy: str = "wait"
+    law: str = "lognormal"
+    steps: int | None = 10
+    prompts: int | None = None
+    short_ok: bool = False
+    filtered: float = 0.0
+    fails: float = 0.0  # per attempt
+    max_retries: int = 1
+    quorum: int | None = None
+    straggler_timeout_s: float = 1.0
+    lags_s: tuple[float, ...] = (0.0,)  # one per engine: how long a load may take
+    drain: bool = False  # sampling_policy=trajectory: an engine loads only when it is empty
+    crashes: float = 0.0  # per step and engine
+    skips: float = 0.0  # per batch: no update
+    pauses: float = 0.0  # per step
+    late_tokens: bool = False
+    train_s: float = 1.0
+    kill_at: int | None = None  # killed while this version trains, then resumed from the checkpoint before
+    checkpoint_every: int = 1
+    seed: int = 0
+
+
+@lru_cache(maxsize=4096)
+def fate(world: World, group_id: int) -> tuple[bool, tuple[int, ...]]:
+    """Whether the group survives, and how many attempts of each sample fail: a function of the group alone."""
+    rng = random.Random(world.seed * 1_000_003 + group_id)
+    failing = []
+    for _ in range(world.G):
+        failed = 0
+        while failed <= world.max_retries and rng.random() < world.fails:
+            failed += 1
+        failing.append(failed)
+    done = sum(failed <= world.max_retries for failed in failing)
+    enough = done == world.G or (world.quorum is not None and done >= world.quorum)
+    return enough and rng.random() >= world.filtered, tuple(failing)
+
+
+def skipped(world: World, batch_number: int) -> bool:
+    """Whether the batch ends without an update: a function of its number alone."""
+    return random.Random(world.seed * 7919 + batch_number).random() < world.skips
+
+
+@dataclass
+class Running:
+    version: int
+    admitted_s: float
+    heads: list[int] = field(default_factory=list)
+    failed: int = 0
+    attempts: set[int] = field(default_factory=set)
+
+
+@dataclass
+class Attempt:
+    group: int
+    sample: int
+    failed_before: int
+    engine: int
+    head: int | None = None
+
+
+class VirtualLoop:
+    """Runs one world to its end; `batches` holds (version, groups, updated) of every batch, `ages` all ages."""
+
+    def __init__(self, world: World) -> None:
+        self.world = world
+        self.rng = random.Random(world.seed)
+        self.now = 0.0
+        self.events: list[tuple[float, int, str, tuple[int, ...]]] = []
+        self.scheduled = 0
+        self.next_group = 0
+        self.reissue: list[int] = []
+        self.outcome: dict[int, str] = {}
+        self.batches: list[tuple[int, tuple[int, ...], bool]] = []
+        self.ages: list[int] = []
+        self.paused_until = 0.0
+        self.killed = False
+        self.start(version=0)
+
+    def start(self, version: int) -> None:
+        """A fresh process at ``version``: new gate, planner and engines."""
+        world = self.world
+        self.gate = CapacityGate(
+            batch_size=world.B,
+            group_size=world.G,
+            max_concurrent=world.C,
+            max_staleness=None if world.policy == "allow" else world.S,
+            admit_ahead=world.W,
+            oversample_factor=world.f,
+            max_steps=world.steps,
+        )
+        self.planner = BatchPlanner(batch_size=world.B, max_staleness=world.S, stale_policy=world.policy)
+        self.trained = version
+        self.served = [version] * len(world.lags_s)
+        self.alive = [True] * len(world.lags_s)
+        self.draining = [False] * len(world.lags_s)
+        self.running: dict[int, Running] = {}
+        self.kept: dict[int, tuple[int, int]] = {}  # id -> (version at admission, head)
+        self.attempts: dict[int, Attempt] = {}
+        self.homeless: list[int] = []  # attempts whose engine died, while no engine is open
+        self.replay: list[tuple[int, ...]] = []
+        self.training: tuple[tuple[int, ...], bool] | None = None
+        self.finished = False
+
+    def run(self) -> "VirtualLoop":
+        for _ in range(100_000):
+            self.plan()
+            if self.finished:
+                break
+            self.admit()
+            self.check()
+            assert self.events, ("deadlock", self.world, self.trained, self.served, self.kept, self.running)
+            self.now, _, kind, args = heapq.heappop(self.events)
+            if self.now < self.paused_until and kind in ("first", "done", "load"):
+                self.at(self.paused_until - self.now, kind, *args)
+            else:
+                getattr(self, f"on_{kind}")(*args)
+            self.check()
+        assert self.finished, ("no end", self.world)
+        self.check_end()
+        return self
+
+    # --- the parts of the loop
+
+    def at(self, delay_s: float, kind: str, *args: int) -> None:
+        self.scheduled += 1
+        heapq.heappush(self.events, (self.now + delay_s, self.scheduled, kind, args))
+
+    def open_engines(self) -> list[int]:
+        return [e for e in range(len(self.served)) if self.alive[e] and not self.draining[e]]
+
+    @property
+    def prompts_left(self) -> bool:
+        return bool(self.reissue) or self.world.prompts is None or self.next_group < self.world.prompts
+
+    def admit(self) -> None:
+        engines = self.open_engines()
+        if self.now < self.paused_until or not engines:
+            return
+        served = min(self.served[e] for e in engines)
+        # At a resume the recorded batches count as trained from the start: their steps are not free any more.
+        counted = self.trained + len(self.replay)
+        for _ in range(self.gate.capacity(counted, served).groups):
+            if not self.prompts_left:
+                return
+            if self.reissue:
+                group = self.reissue.pop(0)
+            else:
+                group = self.next_group
+                self.next_group += 1
+            self.gate.admit(group)
+            self.planner.admitted(group, served)
+            self.running[group] = Running(served, self.now)
+            if self.world.quorum is not None:
+                self.at(self.world.straggler_timeout_s, "straggler", group)
+            engine = self.rng.choice(engines)
+            for sample in range(self.world.G):
+                self.attempt(Attempt(group, sample, 0, engine))
+
+    def attempt(self, attempt: Attempt) -> None:
+        self.scheduled += 1
+        uid = self.scheduled
+        self.attempts[uid] = attempt
+        self.running[attempt.group].attempts.add(uid)
+        self.begin(uid)
+
+    def begin(self, uid: int) -> None:
+        attempt = self.attempts[uid]
+        attempt.head = None
+        if not self.alive[attempt.engine]:
+            engines = self.open_engines()
+            if not engines:
+                self.homeless.append(uid)
+                return
+            attempt.engine = self.rng.choice(engines)
+        duration_s = LAWS[self.world.law](self.rng)
+        first_s = duration_s * self.rng.random() if self.world.late_tokens else 0.0
+        if first_s:
+            self.at(first_s, "first", uid, attempt.engine)
+        else:
+            attempt.head = self.served[attempt.engine]
+        self.at(duration_s, "done", uid, attempt.engine)
+
+    def on_first(self, uid: int, engine: int) -> None:
+        attempt = self.attempts.get(uid)
+        if attempt is not None and attempt.engine == engine and attempt.head is None:
+            attempt.head = self.served[engine]
+
+    def on_done(self, uid: int, engine: int) -> None:
+        attempt = self.attempts.get(uid)
+        if attempt is None or attempt.engine != engine:
+            return  # cancelled, or restarted elsewhere when its engine died
+        if attempt.head is None:
+            attempt.head = self.served[engine]
+        group = self.running[attempt.group]
+        del self.attempts[uid]
+        group.attempts.remove(uid)
+        failing = fate(self.world, attempt.group)[1][attempt.sample]
+        if attempt.failed_before < failing and attempt.failed_before < self.world.max_retries:
+            # Retried alone, from its pristine prompt; it keeps its place.
+            self.attempt(Attempt(attempt.group, attempt.sample, attempt.failed_before + 1, attempt.engine))
+        else:
+            self.gate.trajectory_ended(attempt.group)
+            if attempt.failed_before < failing:
+                group.failed += 1
+            else:
+                group.heads.append(attempt.head)
+            self.settle(attempt.group)
+        self.load_if_empty(engine)
+
+    def on_straggler(self, group: int) -> None:
+        if group in self.running:
+            self.settle(group)
+
+    def settle(self, group_id: int) -> None:
+        """Finish the group if all its samples are in, or a quorum is and the time is up; fail it if it can't."""
+        world, group = self.world, self.running[group_id]
+        needed = world.G if world.quorum is None else world.quorum
+        if world.G - group.failed < needed:
+            self.leave_running(group_id)
+            self.end(group_id, "failed")
+            return
+        timed_out = world.quorum is not None and self.now >= group.admitted_s + world.straggler_timeout_s
+        if len(group.heads) + group.failed == world.G or (timed_out and len(group.heads) >= needed):
+            self.leave_running(group_id)
+            if fate(world, group_id)[0]:
+                self.gate.keep(group_id)
+                self.planner.keep(group_id, min(group.heads))
+                self.kept[group_id] = (group.version, min(group.heads))
+            else:
+                self.end(group_id, "filtered")
+
+    def leave_running(self, group_id: int) -> None:
+        engines = set()
+        for uid in self.running.pop(group_id).attempts:
+            engines.add(self.attempts.pop(uid).engine)
+        for engine in engines:
+            self.load_if_empty(engine)
+
+    def end(self, group_id: int, outcome: str) -> None:
+        self.gate.end(group_id)
+        self.planner.end(group_id)
+        self.record(group_id, outcome)
+
+    def record(self, group_id: int, outcome: str) -> None:
+        assert group_id not in self.outcome, (group_id, self.outcome[group_id], outcome)
+        self.outcome[group_id] = outcome
+
+    # --- the engines
+
+    def on_load(self, engine: int, version: int) -> None:
+        if not self.alive[engine] or version <= self.served[engine]:
+            return
+        if self.world.drain:
+            self.draining[engine] = True
+            self.load_if_empty(engine)
+        else:
+            self.served[engine] = version
+
+    def load_if_empty(self, engine: int) -> None:
+        if self.draining[engine] and not any(a.engine == engine for a in self.attempts.values()):
+            self.reopen(engine)
+
+    def reopen(self, engine: int) -> None:
+        """An engine takes new groups again, and only at the current version."""
+        self.served[engine] = self.trained
+        self.alive[engine] = True
+        self.draining[engine] = False
+        homeless, self.homeless = self.homeless, []
+        for uid in homeless:
+            if uid in self.attempts:
+                self.begin(uid)
+
+    def on_crash(self, engine: int) -> None:
+        if not self.alive[engine]:
+            return
+        self.alive[engine] = False
+        self.draining[engine] = False
+        self.at(self.rng.uniform(0.0, 3.0), "restart", engine)
+        for uid in [u for u, a in self.attempts.items() if a.engine == engine and u not in self.homeless]:
+            self.begin(uid)
+
+    def on_restart(self, engine: int) -> None:
+        if not self.alive[engine]:  # a resume in between restarted it
+            self.reopen(engine)
+
+    # --- the trainer
+
+    def plan(self) -> None:
+        world = self.world
+        if self.training is not None or self.finished:
+            return
+        if self.trained == world.steps:
+            self.finished = True
+            return
+        if self.replay:
+            groups = self.replay[0]
+            self.training = groups, True
+        else:
+            plan = self.planner.plan(self.trained, exhausted=not self.prompts_left, short_ok=world.short_ok)
+            if not plan.groups:
+                self.finished = not plan.waiting_for
+                return
+            groups = plan.groups
+            heads = [self.kept[g][1] for g in groups]
+            assert list(zip(heads, groups, strict=True)) == sorted(zip(heads, groups, strict=True))
+            assert len(groups) == world.B or not self.prompts_left
+            for head in heads:
+                age = self.trained - head
+                assert age >= 0, (age, world)
+                assert world.policy != "wait" or age <= world.S, (age, world)
+                self.ages.append(age)
+            updated = not skipped(world, len(self.batches))
+            self.batches.append((self.trained, groups, updated))
+            self.training = groups, updated
+        if self.trained == world.kill_at and not self.killed:
+            self.kill()
+        else:
+            self.at(world.train_s * self.rng.uniform(0.5, 1.5), "step")
+
+    def on_step(self) -> None:
+        groups, updated = self.training
+        self.training = None
+        for group in groups:
+            if self.replay:
+                self.record(group, "trained")
+            else:
+                del self.kept[group]
+                self.end(group, "trained" if updated else "dropped")
+        if self.replay:
+            self.replay.pop(0)
+        if not updated:
+            return
+        self.trained += 1
+        for engine, lag_s in enumerate(self.world.lags_s):
+            if lag_s:
+                self.at(lag_s * self.rng.random(), "load", engine, self.trained)
+            else:
+                self.on_load(engine, self.trained)
+            if self.rng.random() < self.world.crashes:
+                self.at(self.rng.random(), "crash", engine)
+        if self.rng.random() < self.world.pauses:
+            self.paused_until = self.now + self.rng.uniform(0.0, 5.0)
+            self.at(self.paused_until - self.now, "resumed")
+
+    def on_resumed(self) -> None:
+        """The pause is over: nothing to do but admit again."""
+
+    def kill(self) -> None:
+        """Kill -9 while a batch trains, then resume: recorded batches again, kept carried, running under their ids."""
+        self.killed = True
+        kept, running, (groups, _) = self.kept, self.running, self.training
+        checkpoint = self.trained - self.trained % self.world.checkpoint_every
+        again = [ids for version, ids, updated in self.batches if version >= checkpoint and updated]
+        if not self.batches[-1][2]:  # whether it would have updated is not known before it did
+            again.append(groups)
+            self.batches[-1] = (*self.batches[-1][:2], True)
+        for ids in again:
+            for group in ids:
+                self.outcome.pop(group, None)
+        self.events = []
+        self.paused_until = 0.0
+        self.start(version=checkpoint)
+        self.replay = again
+        self.reissue = sorted(running)
+        for group, (version, head) in kept.items():
+            if group not in groups:
+                self.gate.restore_kept(group)
+                self.planner.admitted(group, version)
+                self.planner.keep(group, head)
+                self.kept[group] = (version, head)
+        self.plan()
+
+    # --- the promises
+
+    def check(self) -> None:
+        world = self.world
+        in_system = len(self.running) + len(self.kept)
+        assert world.policy == "allow" or in_system <= (world.S + 1) * world.B, (in_system, world)
+        assert self.gate.running_groups == len(self.running)
+        assert self.gate.kept_groups == len(self.kept)
+        assert self.gate.running_trajectories == len(self.attempts) <= world.C, world
+
+    def check_end(self) -> None:
+        world = self.world
+        if world.prompts is None:
+            assert self.trained == world.steps
+            assert not self.running, ("left over at the horizon", world)
+            assert not self.kept, ("left over at the horizon", world)
+        elif self.trained != world.steps:
+            assert not self.running
+            assert len(self.kept) < world.B, world
+            assert not (world.short_ok and self.kept)
+        for group in list(self.kept):
+            del self.kept[group]
+            self.end(group, "dropped")
+        for group in list(self.running):
+            self.leave_running(group)
+            self.end(group, "dropped")
+        # `record` saw each group at most once; every group was seen, and every place is free again.
+        assert sorted(self.outcome) == list(range(self.next_group))
+        assert (self.gate.running_groups, self.gate.running_trajectories, self.gate.kept_groups) == (0, 0, 0)
+        assert self.gate.capacity(self.trained, self.trained).groups == self.free_capacity()
+        assert self.planner.plan(self.trained, exhausted=True, short_ok=True) == ((), "")
+
+    def free_capacity(self) -> int:
+        world = self.world
+        terms = [world.C // world.G, math.ceil((world.W + 1) * world.B * world.f)]
+        if world.policy != "allow":
+            terms.append((world.S + 1) * world.B)
+        if world.steps is not None:
+            terms.append((world.steps - self.trained) * world.B)
+        return min(terms)
