@@ -2,39 +2,34 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
-import queue
 import threading
 import urllib.error
 import urllib.request
+from concurrent.futures import Future, InvalidStateError
 
 
 class SourceNotFoundError(RuntimeError):
     """A model or data set was found in none of the places looked at; the message lists them and the fix."""
 
 
-@functools.cache
 def reachable(timeout_s: float = 2.0) -> bool:
     """Whether the Hub answers. Asked once per process; ``HF_HUB_OFFLINE=1`` means no without asking.
 
-    Name resolution has no timeout of its own, so the question is asked in a thread that is left behind when it
-    doesn't come back in time.
-
     Args:
-        timeout_s: Most seconds to wait, > 0.
+        timeout_s: Most seconds to wait for the answer, > 0; no answer means no, for the rest of the process.
     """
     from huggingface_hub import constants
 
     if constants.HF_HUB_OFFLINE:
         return False
-    answers: queue.Queue[bool] = queue.Queue()
-    threading.Thread(
-        target=lambda: answers.put(_answers(constants.ENDPOINT, timeout_s)), name="hub-probe", daemon=True
-    ).start()
-    try:
-        return answers.get(timeout=timeout_s)
-    except queue.Empty:
-        return False
+    answer = _ask(constants.ENDPOINT)
+    with contextlib.suppress(TimeoutError):
+        answer.result(timeout=timeout_s)
+    with contextlib.suppress(InvalidStateError):
+        answer.set_result(False)
+    return answer.result()
 
 
 def offline_reason() -> str:
@@ -44,10 +39,24 @@ def offline_reason() -> str:
     return "HF_HUB_OFFLINE is set" if constants.HF_HUB_OFFLINE else f"{constants.ENDPOINT} does not answer"
 
 
-def _answers(endpoint: str, timeout_s: float) -> bool:
+@functools.cache
+def _ask(endpoint: str) -> Future[bool]:
+    # In a thread, because name resolution has no timeout of its own; it is left behind when it takes too long.
+    answer: Future[bool] = Future()
+
+    def ask() -> None:
+        answered = _answers(endpoint)
+        with contextlib.suppress(InvalidStateError):
+            answer.set_result(answered)
+
+    threading.Thread(target=ask, name="hub-probe", daemon=True).start()
+    return answer
+
+
+def _answers(endpoint: str) -> bool:
     request = urllib.request.Request(endpoint, method="HEAD")
     try:
-        with urllib.request.urlopen(request, timeout=timeout_s):
+        with urllib.request.urlopen(request, timeout=5.0):
             return True
     except urllib.error.HTTPError as error:
         return error.code < 500  # it answered, even if it wants a login
