@@ -11,6 +11,7 @@ from typing_extensions import override
 
 from async_rl.engines.base import Engine, SamplingParams
 from async_rl.environments.base import Environment
+from async_rl.orchestrator.prompts import PromptStream
 from async_rl.types import Batch, Prompt
 
 if TYPE_CHECKING:
@@ -74,6 +75,7 @@ class RolloutDataModule(LightningDataModule):
         max_failures: Failed attempts in a row that end the run, >= 1.
         rollout_timeout_s: Deadline of one attempt.
         reward_timeout_s: Deadline of one reward call.
+        max_context: Most tokens of one trajectory; default: no limit but the engine's.
         rollout_threads: Event loops that run rollouts, >= 1.
         filter_zero_variance: End groups whose rewards are all equal as filtered; they carry no signal.
         load_timeout_s: Deadline of one weight load.
@@ -101,6 +103,7 @@ class RolloutDataModule(LightningDataModule):
         max_failures: int = 16,
         rollout_timeout_s: float = 600.0,
         reward_timeout_s: float = 60.0,
+        max_context: int | None = None,
         rollout_threads: int = 2,
         filter_zero_variance: bool = False,
         load_timeout_s: float = 120.0,
@@ -127,24 +130,31 @@ class RolloutDataModule(LightningDataModule):
         self.max_failures = max_failures
         self.rollout_timeout_s = rollout_timeout_s
         self.reward_timeout_s = reward_timeout_s
+        self.max_context = max_context
         self.rollout_threads = rollout_threads
         self.filter_zero_variance = filter_zero_variance
         self.load_timeout_s = load_timeout_s
+        self.train_rows: dict[str, Sequence[Mapping[str, Any]]] = {}
+        self.eval_prompts: list[Prompt] = []
 
-    def train_rows(self) -> dict[str, Sequence[Mapping[str, Any]]]:
-        """The training prompts of every environment."""
-        rows = {name: environment.prompts("train") for name, environment in self.environments.items()}
-        if empty := [name for name, r in rows.items() if not r]:
-            raise ValueError(f"environment {empty[0]!r} has no training prompts: its prompts('train') is empty")
-        return rows
+    @override
+    def setup(self, stage: str) -> None:
+        """Read the prompts, before any engine starts.
 
-    def eval_prompts(self) -> list[Prompt]:
-        """The evaluation prompts, ``eval_limit`` of each environment."""
-        return [
+        Raises:
+            ValueError: no training prompts, or fewer than one batch; the message names the fix.
+        """
+        self.train_rows = {name: environment.prompts("train") for name, environment in self.environments.items()}
+        self.prompt_stream(seed=0).check_fills_batch(self.batch_size, self.last_batch)
+        self.eval_prompts = [
             Prompt(f"eval/{name}/{i}", name, row)
             for name, environment in self.environments.items()
             for i, row in enumerate(list(environment.prompts("eval"))[: self.eval_limit])
         ]
+
+    def prompt_stream(self, seed: int) -> PromptStream:
+        """The training prompts in the order of a run with this seed."""
+        return PromptStream(self.train_rows, epochs=self.epochs, shuffle=self.shuffle, seed=seed)
 
     @override
     def train_dataloader(self) -> BatchFeed:

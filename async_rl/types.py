@@ -211,3 +211,17 @@ class EvalBatch:
     version: int
     results: tuple[EvalResult, ...]
     seconds: float
+
+    def summary(self) -> dict[str, float]:
+        """Mean reward over finished samples, pass@k (share of prompts with a sample above 0), counts and version."""
+        rewards = [[t.reward for t in r.trajectories] for r in self.results]
+        flat = [x for group in rewards for x in group]
+        return {
+            "version": self.version,
+            "reward": sum(flat) / len(flat) if flat else float("nan"),
+            "pass_at_k": sum(max(g, default=0.0) > 0 for g in rewards) / max(len(rewards), 1),
+            "samples": len(flat),
+            "prompts": len(rewards),
+            "failures": sum(len(r.failures) for r in self.results),
+            "seconds": self.seconds,
+        }

@@ -1,0 +1,78 @@
+"""RunLoop: the callback that ties Lightning's training loop to the control plane; always first in the list."""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING, Any
+
+from lightning.pytorch import Callback, LightningModule
+from typing_extensions import override
+
+from async_rl.types import Batch, EvalBatch
+
+if TYPE_CHECKING:
+    from async_rl.trainer import AsyncRLTrainer
+
+
+class RunLoop(Callback):
+    """Opens the session when training starts, closes the books of every step, evaluates at the end."""
+
+    @override
+    def setup(self, trainer: AsyncRLTrainer, pl_module: LightningModule, stage: str) -> None:  # type: ignore[override]
+        trainer.start_engines()
+
+    @override
+    def on_train_start(self, trainer: AsyncRLTrainer, pl_module: LightningModule) -> None:  # type: ignore[override]
+        trainer.open_session()
+
+    @override
+    def on_train_batch_start(  # type: ignore[override]
+        self, trainer: AsyncRLTrainer, pl_module: LightningModule, batch: Batch, batch_idx: int
+    ) -> None:
+        session = trainer.session
+        session.overlap.step_started(time.monotonic(), session.busy_s())
+
+    @override
+    def on_before_optimizer_step(  # type: ignore[override]
+        self, trainer: AsyncRLTrainer, pl_module: LightningModule, optimizer: Any
+    ) -> None:
+        # A failure in the background must not be trained over: it ends the run before the next update.
+        trainer.orchestrator.check()
+
+    @override
+    def on_train_batch_end(  # type: ignore[override]
+        self, trainer: AsyncRLTrainer, pl_module: LightningModule, outputs: Any, batch: Batch, batch_idx: int
+    ) -> None:
+        session = trainer.session
+        session.overlap.step_ended(time.monotonic(), session.busy_s())
+        step = pl_module.last_step
+        if step.updated:
+            trainer.orchestrator.batch_trained(batch)
+        else:
+            trainer.orchestrator.batch_dropped(batch, step.reason)
+        pl_module.log_dict(trainer.orchestrator.drain_metrics())
+        trainer.poll()
+
+    @override
+    def on_validation_batch_end(  # type: ignore[override]
+        self,
+        trainer: AsyncRLTrainer,
+        pl_module: LightningModule,
+        outputs: Any,
+        batch: EvalBatch,
+        batch_idx: int,
+        dataloader_idx: int = 0,
+    ) -> None:
+        trainer.evaluations.append(batch.summary())
+
+    @override
+    def on_train_end(self, trainer: AsyncRLTrainer, pl_module: LightningModule) -> None:  # type: ignore[override]
+        evaluated = [e["version"] for e in trainer.evaluations]
+        if trainer.evaluate_at == "ends" and not trainer.should_stop and trainer.global_step not in evaluated:
+            trainer.evaluate_now()
+
+    @override
+    def on_save_checkpoint(  # type: ignore[override]
+        self, trainer: AsyncRLTrainer, pl_module: LightningModule, checkpoint: dict[str, Any]
+    ) -> None:
+        checkpoint["async_rl"] = trainer.orchestrator.state_dict()

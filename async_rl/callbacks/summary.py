@@ -1,0 +1,97 @@
+"""RunSummary: the table a run ends with, and the same figures as data."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from typing import TYPE_CHECKING
+
+from lightning.pytorch import LightningModule
+from rich.console import Console
+from rich.table import Table
+from typing_extensions import override
+
+from async_rl.callbacks.base import RLCallback
+from async_rl.types import Batch
+
+if TYPE_CHECKING:
+    from async_rl.trainer import AsyncRLTrainer
+
+
+def age_quantile(tokens_by_age: Counter[int], q: float) -> int:
+    """Smallest age that at least a share ``q`` of the tokens does not exceed; 0 without tokens."""
+    target, seen = q * tokens_by_age.total(), 0
+    for age in sorted(tokens_by_age):
+        seen += tokens_by_age[age]
+        if seen >= target:
+            return age
+    return 0
+
+
+class RunSummary(RLCallback):
+    """Collects what the closing table shows and prints it when training ended without an error."""
+
+    def __init__(self) -> None:
+        self.figures: dict[str, float | str] = {}
+        self._tokens_by_age: Counter[int] = Counter()
+        self._began_s = time.monotonic()
+
+    @override
+    def on_train_start(self, trainer: AsyncRLTrainer, pl_module: LightningModule) -> None:  # type: ignore[override]
+        self._began_s = time.monotonic()
+
+    @override
+    def on_batch_planned(self, trainer: AsyncRLTrainer, policy: LightningModule, batch: Batch) -> None:
+        for trajectory in batch.trajectories:
+            for s in trajectory.segments:
+                if s.version is not None:
+                    self._tokens_by_age[batch.version - s.version] += s.end - s.start
+
+    @override
+    def on_train_end(self, trainer: AsyncRLTrainer, pl_module: LightningModule) -> None:  # type: ignore[override]
+        session, ages = trainer.session, self._tokens_by_age
+        seconds = time.monotonic() - self._began_s
+        self.figures = {
+            "steps": trainer.global_step,
+            "seconds": seconds,
+            "tokens_per_s": session.tokens_per_s(),
+            "age_mean": sum(a * n for a, n in ages.items()) / max(ages.total(), 1),
+            "age_p99": age_quantile(ages, 0.99),
+            "age_max": max(ages, default=0),
+            "age_bound": trainer.staleness.max_staleness,
+            "overlap": session.overlap.overlap(session.generation_s()),
+            "train_s": session.overlap.train_s,
+            "generation_s": session.generation_s(),
+            "limited_by": trainer.orchestrator.limits(),
+        }
+        for name, e in zip(
+            ("eval_start", "eval_end"), trainer.evaluations[:1] + trainer.evaluations[1:][-1:], strict=False
+        ):
+            self.figures |= {name: e["reward"], f"{name}_version": e["version"]}
+
+    @override
+    def teardown(self, trainer: AsyncRLTrainer, pl_module: LightningModule, stage: str) -> None:  # type: ignore[override]
+        f = self.figures
+        if not f:
+            return
+        table = Table(title=f"run ended: {trainer.ended_because()}", show_header=False, title_justify="left")
+        table.add_column(style="bold")
+        table.add_column()
+        table.add_row("steps", f"{f['steps']} in {f['seconds']:.0f} s")
+        for name, title in (("eval_start", "evaluation, start"), ("eval_end", "evaluation, end")):
+            if name in f:
+                table.add_row(title, f"{f[name]:.1%} (version {f[f'{name}_version']:.0f})")
+        table.add_row("generated", f"{f['tokens_per_s']:.0f} tokens/s")
+        table.add_row(
+            "age (versions)",
+            f"mean {f['age_mean']:.2f}, p99 {f['age_p99']}, max {f['age_max']}, bound {f['age_bound']}",
+        )
+        table.add_row("admission limited by", str(f["limited_by"]))
+        table.add_row(
+            "overlap",
+            f"{f['overlap']:.0%} of the smaller of training ({f['train_s']:.0f} s) "
+            f"and generation ({f['generation_s']:.0f} s)",
+        )
+        table.add_row("run directory", str(trainer.run_dir))
+        table.add_row("look at it", f"tensorboard --logdir {trainer.run_dir}")
+        Console(highlight=False).print(table)

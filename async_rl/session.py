@@ -1,0 +1,156 @@
+"""RolloutSession: what lives as long as one fit - engines, orchestrator, publisher - opened and closed in order."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import threading
+import time
+from collections.abc import Callable, Coroutine, Iterable, Sequence
+from concurrent.futures import Future
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from async_rl.overlap import OverlapClock
+
+if TYPE_CHECKING:
+    import torch
+
+    from async_rl.engines.base import Engine
+    from async_rl.environments.rollout import RolloutFunction
+    from async_rl.orchestrator.ledger import Ledger
+    from async_rl.orchestrator.orchestrator import Orchestrator
+    from async_rl.types import Prompt
+    from async_rl.weights.base import WeightPublisher
+
+T = TypeVar("T")
+log = logging.getLogger(__name__)
+
+
+def in_thread(work: Callable[[], Coroutine[Any, Any, T]], name: str) -> Future[T]:
+    """Run a coroutine on an event loop of its own in a daemon thread."""
+    future: Future[T] = Future()
+
+    def run() -> None:
+        try:
+            future.set_result(asyncio.run(work()))
+        except BaseException as error:
+            future.set_exception(error)
+
+    threading.Thread(target=run, name=name, daemon=True).start()
+    return future
+
+
+def wait_for(future: Future[T], poll: Callable[[], None]) -> T:
+    """Wait on the main thread, polling stop signals and failures ten times a second."""
+    while True:
+        poll()
+        try:
+            return future.result(timeout=0.1)
+        except TimeoutError:
+            if future.done():
+                raise
+
+
+def start_engines(engines: Sequence[Engine]) -> Future[None]:
+    """Start the engines in the background, all at once; the future raises the first failure."""
+
+    async def start() -> None:
+        await asyncio.gather(*(engine.start() for engine in engines))
+
+    return in_thread(start, "engine-start")
+
+
+def close_engines(engines: Sequence[Engine], timeout_s: float) -> list[str]:
+    """Close every engine within ``timeout_s`` and return the names of those that did not."""
+
+    async def close() -> list[str]:
+        tasks = {asyncio.ensure_future(engine.close()): engine.name for engine in engines}
+        done, pending = await asyncio.wait(tasks, timeout=timeout_s)
+        for task in done:
+            if (error := task.exception()) is not None:
+                log.warning("closing engine %s: %s", tasks[task], error)
+        return [tasks[task] for task in pending]
+
+    if not engines:
+        return []
+    future = in_thread(close, "engine-close")
+    try:
+        return future.result(timeout=timeout_s + 2.0)
+    except TimeoutError:
+        return [engine.name for engine in engines]
+
+
+class RolloutSession:
+    """The running half of a fit: publishes weights, hands out batches, knows when to stop.
+
+    Args:
+        engines: Started engines.
+        orchestrator: Wired, not started.
+        publisher: Where weights are copied to.
+        ledger: The run's record, closed last.
+        version: Policy version the session starts with.
+        eval_prompts: What evaluation samples.
+        eval_rollout: How.
+    """
+
+    def __init__(
+        self,
+        engines: Sequence[Engine],
+        orchestrator: Orchestrator,
+        publisher: WeightPublisher,
+        ledger: Ledger,
+        version: int,
+        eval_prompts: Sequence[Prompt],
+        eval_rollout: RolloutFunction,
+    ) -> None:
+        self.engines = list(engines)
+        self.orchestrator = orchestrator
+        self.publisher = publisher
+        self.ledger = ledger
+        self.eval_prompts = eval_prompts
+        self.eval_rollout = eval_rollout
+        self.first_version = version
+        self.published_version = version - 1
+        self.admitting = False
+        self.overlap = OverlapClock()
+        self.started_s = time.monotonic()
+        self._busy_before_s = self.busy_s()
+        self._tokens_before = self.generated_tokens()
+
+    def admit(self) -> None:
+        """Open admission: rollouts start."""
+        self.admitting = True
+        self.orchestrator.resume()
+
+    def busy_s(self) -> float:
+        """Seconds during which at least one engine was generating (the busiest engine's)."""
+        return max(engine.stats().busy_s for engine in self.engines)
+
+    def generated_tokens(self) -> int:
+        """Tokens sampled so far, all engines."""
+        return sum(engine.stats().generated_tokens for engine in self.engines)
+
+    def generation_s(self) -> float:
+        """Seconds of generation since the session began."""
+        return self.busy_s() - self._busy_before_s
+
+    def tokens_per_s(self) -> float:
+        """Generated tokens per wall second since the session began."""
+        return (self.generated_tokens() - self._tokens_before) / max(time.monotonic() - self.started_s, 1e-9)
+
+    def publish(self, weights: Iterable[tuple[str, torch.Tensor]], version: int) -> float:
+        """Copy the weights aside and hand them to the engines; returns the seconds the copy took."""
+        began_s = time.monotonic()
+        source = self.publisher.publish(weights, version)
+        self.published_version = version
+        self.orchestrator.publish(version, source)
+        return time.monotonic() - began_s
+
+    def close(self, timeout_s: float) -> list[str]:
+        """Stop everything within ``timeout_s``; returns the names of what would not stop."""
+        deadline_s = time.monotonic() + timeout_s
+        left = list(self.orchestrator.close(timeout_s / 2))
+        left += close_engines(self.engines, max(deadline_s - time.monotonic(), 1.0))
+        self.publisher.close()
+        self.ledger.close()
+        return left

@@ -1,0 +1,323 @@
+"""AsyncRLTrainer: a Lightning Trainer whose batches come from rollouts that run ahead by a bounded number of versions."""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+from collections.abc import Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import lightning.pytorch as pl
+from lightning.pytorch.loggers import TensorBoardLogger
+from typing_extensions import override
+
+from async_rl.callbacks.base import RLCallback
+from async_rl.callbacks.checkpoint import RunCheckpoint, latest_checkpoint
+from async_rl.callbacks.drain import DrainCallback
+from async_rl.callbacks.empty_batch_guard import EmptyBatchGuard
+from async_rl.callbacks.resume import ResumeVersionRecovery
+from async_rl.callbacks.run_loop import RunLoop
+from async_rl.datamodule import RolloutDataModule
+from async_rl.policy import PolicyModule
+from async_rl.session import RolloutSession, close_engines, in_thread, start_engines, wait_for
+from async_rl.signals import stop_signals
+from async_rl.types import Batch, EvalBatch
+from async_rl.weights.parity import check_parity, parity_prompts
+from async_rl.wiring import StalenessSettings, open_session
+
+log = logging.getLogger(__name__)
+
+EXIT_FINISHED, EXIT_ERROR, EXIT_INTERRUPTED = 0, 1, 75
+
+
+@dataclass(frozen=True, slots=True)
+class RunEnd:
+    """Why a run ended, and the exit code that says so."""
+
+    reason: str
+    exit_code: int
+
+
+class StopRun(StopIteration):  # noqa: N818 - ends the loader, as StopIteration does
+    """Raised while waiting when the run was asked to stop; Lightning's loops end on it."""
+
+
+class AsyncRLTrainer(pl.Trainer):
+    """Trains a policy on rollouts that are at most ``max_staleness`` policy versions old.
+
+    Generation keeps running in background threads while the optimizer steps; see :class:`RolloutDataModule` for the
+    rollout side. All of Lightning's arguments, callbacks and loggers work; ``DrainCallback``, ``EmptyBatchGuard`` and
+    ``ResumeVersionRecovery`` are added unless given.
+
+    Args:
+        max_steps: Optimizer steps (= policy versions) to train, >= 1.
+        max_staleness: S, oldest age in versions a trained token may have; 0 is the synchronous loop.
+        admit_ahead: W, how many versions ahead to start rollouts; default ``min(S, 2)``.
+        oversample_factor: Admit so many times more groups than needed, >= 1; more than 1 needs W < S.
+        stale_policy: ``"wait"`` keeps the bound exactly; ``"mask"`` and ``"allow"`` give it up and must be acknowledged.
+        sampling_policy: ``"segment"`` swaps weights in flight, ``"trajectory"`` lets rollouts finish first, ``"auto"``.
+        acknowledge_staleness: Confirms a setting that trains on stale data without protection.
+        seed: Seed of sampling and prompt order.
+        run_dir: Where ledger, checkpoints and logs go.
+        resume: Continue from the newest complete checkpoint in ``run_dir``.
+        eval_every: Evaluate every so many steps; 0: only at start and end.
+        evaluate_at: ``"ends"`` evaluates before the first and after the last step, ``"never"`` does not evaluate at all.
+        checkpoint_every: Save a checkpoint every so many steps; 0: only at the end.
+        keep_last: Checkpoints kept.
+        parity_check: Compare log-probabilities of engine and trainer before the first rollout and after the first update.
+        shutdown_timeout_s: Most seconds the end of a run may take.
+        callbacks: Lightning callbacks, RL hooks included.
+        logger: As Lightning's; default a ``TensorBoardLogger`` in ``run_dir``.
+        **lightning_kwargs: Anything else ``lightning.Trainer`` takes.
+
+    Example:
+        >>> trainer = AsyncRLTrainer(max_steps=200, max_staleness=4)
+        >>> trainer.fit(policy, datamodule=RolloutDataModule(environment, engine))
+    """
+
+    def __init__(
+        self,
+        *,
+        max_steps: int,
+        max_staleness: int = 2,
+        admit_ahead: int | None = None,
+        oversample_factor: float = 1.0,
+        stale_policy: Literal["wait", "mask", "allow"] = "wait",
+        sampling_policy: Literal["auto", "segment", "trajectory"] = "auto",
+        acknowledge_staleness: bool = False,
+        seed: int = 0,
+        run_dir: str | os.PathLike[str] = "runs/latest",
+        resume: bool = False,
+        eval_every: int = 0,
+        evaluate_at: Literal["ends", "never"] = "ends",
+        checkpoint_every: int = 0,
+        keep_last: int = 2,
+        parity_check: bool = True,
+        shutdown_timeout_s: float = 30.0,
+        callbacks: Sequence[pl.Callback] | pl.Callback | None = None,
+        logger: Any = None,
+        **lightning_kwargs: Any,
+    ) -> None:
+        for key in ("max_epochs", "num_sanity_val_steps", "val_check_interval", "check_val_every_n_epoch"):
+            if key in lightning_kwargs:
+                raise ValueError(
+                    f"AsyncRLTrainer: {key}={lightning_kwargs[key]!r} has no meaning here; "
+                    "use max_steps and eval_every, which count policy versions"
+                )
+        self.staleness = StalenessSettings(
+            max_staleness=max_staleness,
+            admit_ahead=admit_ahead,
+            oversample_factor=oversample_factor,
+            stale_policy=stale_policy,
+            sampling_policy=sampling_policy,
+            acknowledged=acknowledge_staleness,
+        )
+        self.seed = seed
+        self.run_dir = Path(run_dir)
+        self.resume = resume
+        self.evaluate_at = evaluate_at
+        self.parity_check = parity_check
+        self.shutdown_timeout_s = shutdown_timeout_s
+        self.end = RunEnd("not run", EXIT_ERROR)
+        self.evaluations: list[dict[str, float]] = []
+        self._sessions: list[RolloutSession] = []
+        self._engine_start: Future[None] = Future()
+
+        callbacks = [callbacks] if isinstance(callbacks, pl.Callback) else list(callbacks or [])
+        for default in (DrainCallback, EmptyBatchGuard, ResumeVersionRecovery):
+            if not any(isinstance(c, default) for c in callbacks):
+                callbacks.append(default())
+        if lightning_kwargs.setdefault("enable_checkpointing", True) and not any(
+            isinstance(c, RunCheckpoint) for c in callbacks
+        ):
+            callbacks.append(RunCheckpoint(self.run_dir / "checkpoints", every=checkpoint_every, keep_last=keep_last))
+        lightning_kwargs.setdefault("devices", 1)
+        lightning_kwargs.setdefault("log_every_n_steps", 1)
+        lightning_kwargs.setdefault("enable_progress_bar", False)
+        lightning_kwargs.setdefault("enable_model_summary", False)
+        super().__init__(
+            max_steps=max_steps,
+            max_epochs=-1,
+            num_sanity_val_steps=0,
+            val_check_interval=eval_every or None,
+            check_val_every_n_epoch=None,
+            limit_val_batches=0 if evaluate_at == "never" and not eval_every else None,
+            callbacks=[RunLoop(), *callbacks],
+            logger=TensorBoardLogger(self.run_dir, name="", version="tensorboard") if logger is None else logger,
+            default_root_dir=self.run_dir,
+            **lightning_kwargs,
+        )
+        if self.world_size > 1:
+            raise ValueError(f"AsyncRLTrainer: devices={self.world_size} is not supported yet; use devices=1")
+
+    # -- the run ------------------------------------------------------------------------------------------------------
+
+    @override
+    def fit(  # type: ignore[override]
+        self,
+        model: PolicyModule,
+        datamodule: RolloutDataModule,
+        ckpt_path: str | os.PathLike[str] | None = None,
+    ) -> None:
+        """Train; returns when ``max_steps`` is reached, the data ends, or the run is stopped (see :attr:`end`).
+
+        Args:
+            model: The policy.
+            datamodule: Environments and engines.
+            ckpt_path: Checkpoint to start from; default: the newest in ``run_dir`` if ``resume``.
+
+        Raises:
+            Exception: The first failure of any thread, engine, environment, callback or of training itself.
+        """
+        self.staleness.check(model)
+        if ckpt_path is None and self.resume:
+            ckpt_path = latest_checkpoint(self.run_dir / "checkpoints")
+        self.run_dir.mkdir(parents=True, exist_ok=True)
+        self.end = RunEnd("running", EXIT_ERROR)
+        with stop_signals(lambda name: self.stop(f"received {name}", EXIT_INTERRUPTED)) as self._catch_signals:
+            try:
+                super().fit(model, datamodule=datamodule, ckpt_path=ckpt_path, weights_only=True)
+            except BaseException as error:
+                self.end = RunEnd(f"{type(error).__name__}: {error}", EXIT_ERROR)
+                raise
+            finally:
+                self._close(datamodule)
+        if self.end.reason == "running":
+            self.end = RunEnd(f"max_steps={self.max_steps} reached", EXIT_FINISHED)
+        if self.end.exit_code == EXIT_INTERRUPTED and self.global_step == 0:
+            self.end = RunEnd(f"{self.end.reason} before the first step; nothing to resume from", EXIT_ERROR)
+
+    def stop(self, reason: str, exit_code: int = EXIT_FINISHED) -> None:
+        """Ask the run to end at the next step boundary; the first reason given is kept. Only sets flags."""
+        if not self.should_stop:
+            self.end = RunEnd(reason, exit_code)
+        self.should_stop = True
+
+    @property
+    def session(self) -> RolloutSession:
+        """The live session.
+
+        Raises:
+            RuntimeError: outside ``fit``, or before training started.
+        """
+        if not self._sessions:
+            raise RuntimeError("AsyncRLTrainer: rollouts are not running; this is available from on_train_start on")
+        return self._sessions[-1]
+
+    @property
+    def orchestrator(self) -> Any:
+        """The control plane of the live session."""
+        return self.session.orchestrator
+
+    def call_rl_hook(self, name: str, *args: Any) -> None:
+        """Call an RL hook on every callback that defines it, in order."""
+        for callback in self.callbacks:  # type: ignore[attr-defined]
+            if (hook := getattr(callback, name, None)) is not None:
+                hook(self, self.lightning_module, *args)
+
+    def poll(self) -> None:
+        """What the main thread does while it waits: raise the first failure, run the hooks that are due."""
+        if self._sessions:
+            self.orchestrator.check()
+            for event in self.orchestrator.events():
+                self.call_rl_hook(f"on_{event.name}", event.value)
+
+    # -- called by the run loop and the loaders ---------------------------------------------------------------------------
+
+    def start_engines(self) -> None:
+        """Begin to start the engines in the background, while Lightning sets up the rest."""
+        self._engine_start = start_engines(self.datamodule.engines)  # type: ignore[attr-defined]
+
+    def open_session(self) -> None:
+        """Start the control plane at the current version: weights pushed and checked, then admission opened."""
+        self._catch_signals()
+        wait_for(self._engine_start, self._poll_or_stop)
+        policy, version = self.lightning_module, self.global_step
+        session = open_session(self, policy, self.datamodule)  # type: ignore[attr-defined]
+        self._sessions.append(session)
+        session.orchestrator.start()
+        self.publish()
+        self._confirm_weights(version)
+
+    def publish(self) -> None:
+        """Hand the current weights to the engines, unless they have them already."""
+        version = self.global_step
+        if self.session.published_version >= version:
+            return
+        self.session.publish(self.lightning_module.named_weights(), version)
+        self.call_rl_hook("on_policy_published", version)
+        if version == self.session.first_version + 1:
+            self._confirm_weights(version)
+
+    def next_batch(self) -> Batch:
+        """Publish what the last step made, then wait for the next batch. Raises StopIteration at the end."""
+        self.publish()
+        if not self.session.admitting:
+            self.session.admit()
+            if self.evaluate_at == "ends" and self.global_step == 0:
+                self.evaluate_now()
+        self._poll_or_stop()
+        batch = self.orchestrator.next_batch(self._poll_or_stop)
+        if batch is None:
+            self.stop("the prompts are used up")
+            raise StopRun
+        self.call_rl_hook("on_batch_planned", batch)
+        return batch
+
+    def run_evaluation(self) -> EvalBatch:
+        """Sample the evaluation prompts with the newest weights; no load is applied while it runs."""
+        self.publish()
+        orchestrator, datamodule = self.orchestrator, self.datamodule  # type: ignore[attr-defined]
+        orchestrator.wait_served(self.session.published_version, self._poll_or_stop)
+        began_s = time.monotonic()
+        with orchestrator.hold_loads():
+            version = int(orchestrator.snapshot()["served_version"])
+            results = orchestrator.evaluate(
+                self.session.eval_prompts, datamodule.eval_samples, self.session.eval_rollout, self._poll_or_stop
+            )
+        return EvalBatch(version=version, results=tuple(results), seconds=time.monotonic() - began_s)
+
+    def evaluate_now(self) -> None:
+        """Run Lightning's validation loop outside its schedule (before the first step, after the last)."""
+        self.validating = True
+        self.fit_loop.epoch_loop.val_loop.run()
+        self.training = True
+
+    # -- private ----------------------------------------------------------------------------------------------------------
+
+    def _poll_or_stop(self) -> None:
+        self.poll()
+        if self.should_stop:
+            raise StopRun
+
+    def _confirm_weights(self, version: int) -> None:
+        """Wait until the engines serve ``version``, then compare their log-probabilities with the policy's.
+
+        Once before the first rollout and once after the first update: a reload can leave a layer behind silently.
+        """
+        self.orchestrator.wait_served(version, self._poll_or_stop)
+        if not self.parity_check:
+            return
+        policy = self.lightning_module
+        with self.orchestrator.hold_loads():
+            for engine in self.session.engines:
+                check = check_parity(engine, policy.logprobs, parity_prompts(policy.tokenizer), version)
+                report = wait_for(in_thread(lambda check=check: check, "parity-check"), self._poll_or_stop)
+                log.info("weights of version %d in %s: %s", version, engine.name, report)
+
+    def _close(self, datamodule: RolloutDataModule) -> None:
+        left: list[str] = []
+        if self._sessions:
+            left = self._sessions.pop().close(self.shutdown_timeout_s)
+        else:
+            left = close_engines(datamodule.engines, self.shutdown_timeout_s)
+        if left:
+            log.error("did not stop within %g s: %s", self.shutdown_timeout_s, ", ".join(left))
+            self.end = RunEnd(f"{self.end.reason}; forced shutdown of {', '.join(left)}", EXIT_ERROR)
+
+
+__all__ = ["AsyncRLTrainer", "RLCallback", "RunEnd"]

@@ -1,0 +1,132 @@
+"""Builds the parts of a run from trainer, policy and datamodule and connects them; the only file that knows them all."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal
+
+from async_rl.engines.base import SamplingParams
+from async_rl.environments.rollout import RolloutFunction, make_rollout
+from async_rl.orchestrator.ledger import Ledger
+from async_rl.orchestrator.orchestrator import Orchestrator
+from async_rl.orchestrator.settings import OrchestratorSettings
+from async_rl.session import RolloutSession
+from async_rl.weights.publishers import publisher_for
+
+if TYPE_CHECKING:
+    from async_rl.datamodule import RolloutDataModule
+    from async_rl.policy import PolicyModule
+    from async_rl.trainer import AsyncRLTrainer
+
+
+@dataclass(frozen=True, slots=True)
+class StalenessSettings:
+    """How old the data may get, as the user set it.
+
+    Attributes:
+        max_staleness: S, >= 0.
+        admit_ahead: W in [0, S]; ``None``: ``min(S, 2)``, or S where whole trajectories keep their version.
+        oversample_factor: f >= 1.
+        stale_policy: ``"wait"``, ``"mask"`` or ``"allow"``.
+        sampling_policy: ``"segment"``, ``"trajectory"`` or ``"auto"``.
+        acknowledged: The user accepts training on stale data without protection.
+    """
+
+    max_staleness: int
+    admit_ahead: int | None
+    oversample_factor: float
+    stale_policy: Literal["wait", "mask", "allow"]
+    sampling_policy: Literal["auto", "segment", "trajectory"]
+    acknowledged: bool
+
+    def check(self, policy: PolicyModule) -> None:
+        """Refuse a setting that gives something up unless it was acknowledged.
+
+        Raises:
+            ValueError: names the setting and the fix.
+        """
+        if self.acknowledged:
+            return
+        if self.stale_policy != "wait":
+            raise ValueError(
+                f"stale_policy={self.stale_policy} gives up the exact bound; "
+                "set acknowledge_staleness=true to accept that, or stale_policy=wait"
+            )
+        if self.max_staleness > 0 and not policy.loss.corrects_off_policy:
+            raise ValueError(
+                f"max_staleness={self.max_staleness} with a loss that does not correct for the behaviour policy; "
+                "set the loss's correction to truncate or mask, max_staleness=0, or acknowledge_staleness=true"
+            )
+
+    def resolve(self, versions_alive: int) -> tuple[int, Literal["segment", "trajectory"]]:
+        """W and the sampling policy for engines that keep so many versions alive."""
+        sampling = self.sampling_policy
+        if sampling == "auto":
+            sampling = "trajectory" if versions_alive > 1 else "segment"
+        if self.admit_ahead is not None:
+            return self.admit_ahead, sampling
+        ahead = self.max_staleness if sampling == "trajectory" and versions_alive == 1 else min(self.max_staleness, 2)
+        return ahead, sampling
+
+
+def open_session(trainer: AsyncRLTrainer, policy: PolicyModule, data: RolloutDataModule) -> RolloutSession:
+    """Build the session of one fit: control plane, rollout functions and publisher around engines that have started.
+
+    Raises:
+        ValueError: a setting is impossible; the message names it.
+    """
+    staleness, version = trainer.staleness, trainer.global_step
+    versions_alive = min(engine.versions_alive for engine in data.engines)
+    admit_ahead, sampling_policy = staleness.resolve(versions_alive)
+    settings = OrchestratorSettings(
+        max_steps=trainer.max_steps,
+        max_staleness=staleness.max_staleness,
+        admit_ahead=admit_ahead,
+        oversample_factor=staleness.oversample_factor,
+        stale_policy=staleness.stale_policy,
+        sampling_policy=sampling_policy,
+        batch_size=data.batch_size,
+        group_size=data.group_size,
+        max_concurrent=data.max_concurrent or (admit_ahead + 1) * data.batch_size * data.group_size,
+        seed=trainer.seed,
+        group_completion=data.group_completion,
+        min_group_size=data.min_group_size,
+        straggler_timeout_s=data.straggler_timeout_s,
+        max_retries=data.max_retries,
+        max_failures=data.max_failures,
+        rollout_timeout_s=data.rollout_timeout_s,
+        rollout_threads=data.rollout_threads,
+        last_batch=data.last_batch,
+        filter_zero_variance=data.filter_zero_variance,
+        load_timeout_s=data.load_timeout_s,
+    )
+
+    def rollout_with(sampling: SamplingParams) -> RolloutFunction:
+        return make_rollout(
+            data.environments,
+            policy.tokenizer,
+            sampling,
+            reward_timeout_s=data.reward_timeout_s,
+            max_context=data.max_context,
+        )
+
+    ledger = Ledger(trainer.run_dir / "run.db")
+    orchestrator = Orchestrator(
+        settings,
+        engines=data.engines,
+        prompts=data.prompt_stream(trainer.seed),
+        rollout=rollout_with(data.sampling),
+        advantages=policy.advantage,
+        ledger=ledger,
+        start_version=version,
+        recovered=ledger.recover(version) if version else None,
+    )
+    return RolloutSession(
+        engines=data.engines,
+        orchestrator=orchestrator,
+        publisher=publisher_for(data.engines),
+        ledger=ledger,
+        version=version,
+        eval_prompts=data.eval_prompts,
+        eval_rollout=rollout_with(data.eval_sampling),
+    )
