@@ -85,7 +85,7 @@ def test_without_staleness_the_order_is_the_synchronous_one(world):
     assert set(loop.ages) == {0}
 
 
-@examples(300)
+@examples(500)
 @given(worlds(kill=True))
 def test_a_kill_and_resume_keeps_the_bound_and_redoes_nothing_finished(world):
     loop = VirtualLoop(world).run()

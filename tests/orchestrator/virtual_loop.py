@@ -77,7 +77,7 @@ def skipped(world: World, batch_number: int) -> bool:
 class Running:
     version: int
     admitted_s: float
-    heads: list[int] = field(default_factory=list)
+    heads: dict[int, int] = field(default_factory=dict)  # finished sample -> head
     failed: int = 0
     attempts: set[int] = field(default_factory=set)
 
@@ -131,6 +131,7 @@ class VirtualLoop:
         self.attempts: dict[int, Attempt] = {}
         self.homeless: list[int] = []  # attempts whose engine died, while no engine is open
         self.replay: list[tuple[int, ...]] = []
+        self.landed: dict[int, dict[int, int]] = {}  # re-issued group -> heads of the samples it finished before
         self.training: tuple[tuple[int, ...], bool] | None = None
         self.finished = False
 
@@ -170,9 +171,7 @@ class VirtualLoop:
         if self.now < self.paused_until or not engines:
             return
         served = min(self.served[e] for e in engines)
-        # At a resume the recorded batches count as trained from the start: their steps are not free any more.
-        counted = self.trained + len(self.replay)
-        for _ in range(self.gate.capacity(counted, served).groups):
+        for _ in range(self.gate.capacity(self.trained, served).groups):
             if not self.prompts_left:
                 return
             if self.reissue:
@@ -181,13 +180,18 @@ class VirtualLoop:
                 group = self.next_group
                 self.next_group += 1
             self.gate.admit(group)
-            self.planner.admitted(group, served)
-            self.running[group] = Running(served, self.now)
+            landed = self.landed.pop(group, {})
+            for _ in landed:
+                self.gate.trajectory_ended(group)
+            if not landed:
+                self.planner.admitted(group, served)
+            self.running[group] = Running(min([served, *landed.values()]), self.now, landed)
             if self.world.quorum is not None:
                 self.at(self.world.straggler_timeout_s, "straggler", group)
             engine = self.rng.choice(engines)
             for sample in range(self.world.G):
-                self.attempt(Attempt(group, sample, 0, engine))
+                if sample not in landed:
+                    self.attempt(Attempt(group, sample, 0, engine))
 
     def attempt(self, attempt: Attempt) -> None:
         self.scheduled += 1
@@ -236,7 +240,7 @@ class VirtualLoop:
             if attempt.failed_before < failing:
                 group.failed += 1
             else:
-                group.heads.append(attempt.head)
+                group.heads[attempt.sample] = attempt.head
             self.settle(attempt.group)
         self.load_if_empty(engine)
 
@@ -257,8 +261,8 @@ class VirtualLoop:
             self.leave_running(group_id)
             if fate(world, group_id)[0]:
                 self.gate.keep(group_id)
-                self.planner.keep(group_id, min(group.heads))
-                self.kept[group_id] = (group.version, min(group.heads))
+                self.planner.keep(group_id, min(group.heads.values()))
+                self.kept[group_id] = (group.version, min(group.heads.values()))
             else:
                 self.end(group_id, "filtered")
 
@@ -359,11 +363,15 @@ class VirtualLoop:
             else:
                 del self.kept[group]
                 self.end(group, "trained" if updated else "dropped")
-        if self.replay:
-            self.replay.pop(0)
         if not updated:
             return
         self.trained += 1
+        if self.replay:
+            self.replay.pop(0)
+            if not self.replay:
+                for engine, lag_s in enumerate(self.world.lags_s):
+                    self.at(lag_s * self.rng.random(), "restart", engine)
+            return
         for engine, lag_s in enumerate(self.world.lags_s):
             if lag_s:
                 self.at(lag_s * self.rng.random(), "load", engine, self.trained)
@@ -379,7 +387,11 @@ class VirtualLoop:
         """The pause is over: nothing to do but admit again."""
 
     def kill(self) -> None:
-        """Kill -9 while a batch trains, then resume: recorded batches again, kept carried, running under their ids."""
+        """Kill -9 while a batch trains, then resume: recorded batches again, kept carried, running under their ids.
+
+        The engines stay closed until the recorded batches are trained, and open at the version these lead to: admitted
+        earlier, new groups would need steps that the record has taken.
+        """
         self.killed = True
         kept, running, (groups, _) = self.kept, self.running, self.training
         checkpoint = self.trained - self.trained % self.world.checkpoint_every
@@ -394,6 +406,12 @@ class VirtualLoop:
         self.paused_until = 0.0
         self.start(version=checkpoint)
         self.replay = again
+        self.alive = [False] * len(self.served)
+        # Samples that finished are not generated again, so their groups are as old as before. The planner
+        # must know them before the gate lets them in again, or a batch may go that leaves them no step in time.
+        self.landed = {group: r.heads for group, r in running.items() if r.heads}
+        for group, heads in self.landed.items():
+            self.planner.admitted(group, min(heads.values()))
         self.reissue = sorted(running)
         for group, (version, head) in kept.items():
             if group not in groups:
