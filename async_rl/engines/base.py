@@ -84,6 +84,9 @@ class EngineStats:
 class EngineError(RuntimeError):
     """The engine cannot serve: it died, or a load failed or timed out. Names the engine and the version."""
 
+    fatal = True
+    """No request to this engine can succeed any more: not worth a retry."""
+
 
 class Engine(Protocol):
     """Samples tokens with one known policy version at a time.

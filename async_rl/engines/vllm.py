@@ -1,0 +1,195 @@
+"""VLLMEngine: a vLLM engine beside the trainer, its core in a child process, usable from every event loop."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping
+from tempfile import TemporaryDirectory
+from typing import TYPE_CHECKING, Any
+
+from async_rl.engines.base import EngineError, EngineStats, Generation, GenerationRequest
+from async_rl.engines.loop_thread import LoopThread
+from async_rl.engines.vllm_launch import VLLMSettings, launch, make_scratch
+from async_rl.weights.base import WeightSource
+
+if TYPE_CHECKING:
+    from async_rl.engines.vllm_client import VLLMClient
+
+
+class _Session:
+    """What exists while the engine runs: its thread, its scratch directory and the client on that thread's loop."""
+
+    def __init__(self, thread: LoopThread, scratch: TemporaryDirectory[str], client: VLLMClient) -> None:
+        self.thread = thread
+        self.scratch = scratch
+        self.client = client
+
+
+class VLLMEngine:
+    """Samples with vLLM, colocated with the trainer (an :class:`~async_rl.engines.base.Engine`).
+
+    One thread of this process owns the engine and its event loop; the model runs in a child process that dies with
+    this one. Tokens go in and come out; each is stamped by vLLM with the version that sampled it. A weight load pauses
+    running requests, swaps the weights between two steps and lets them go on: it holds one version at a time, and a
+    request that spans a load has a segment of each.
+
+    Log-probabilities are those of the distribution a token was drawn from: after the temperature, and with top_p,
+    top_k or min_p renormalised over the tokens kept. At temperature 0 they are those at temperature 1. The model's
+    ``generation_config.json`` contributes its end tokens and nothing else.
+
+    The module that starts it must be importable by a child process (guard scripts with ``if __name__ == "__main__"``).
+
+    Args:
+        model: Directory (or hub name) of a Hugging Face model. Its weights are not read: nothing is served before the
+            first ``load_weights``.
+        name: Short name for logs and errors.
+        dtype: ``"bfloat16"``, ``"float32"``, ``"float16"`` or ``"auto"``.
+        max_model_len: Longest prompt and completion together, tokens.
+        max_num_seqs: Most sequences decoded at once.
+        gpu_memory_utilization: Share of the GPU's memory for the engine, in (0, 1]. Not used on the CPU.
+        kv_cache_gib: Memory for keys and values on the CPU, GiB.
+        cpu_cores: Cores the engine is bound to on the CPU: ``"auto"`` (half of them), ``"none"`` or a list such as
+            ``"0,2-3"``.
+        seed: Seed of the engine; every request brings its own.
+        start_timeout_s: Longest start, seconds.
+        kv_max_age: Most versions the keys and values of a running request may be behind; a load that would exceed it
+            makes all running requests recompute theirs. ``None``: no bound.
+        log_file: File for vLLM's messages; without it only errors are shown.
+        engine_kwargs: Further arguments of ``vllm.AsyncEngineArgs``; they override the ones made here.
+
+    Example:
+        >>> engine = VLLMEngine("models/smollm2", max_model_len=1024)
+        >>> await engine.start()
+        >>> await engine.load_weights(0, publisher.publish(model.named_parameters(), version=0))
+        >>> generation = await engine.generate(request)
+    """
+
+    versions_alive = 1
+
+    def __init__(
+        self,
+        model: str,
+        *,
+        name: str = "vllm-0",
+        dtype: str = "bfloat16",
+        max_model_len: int = 2048,
+        max_num_seqs: int = 128,
+        gpu_memory_utilization: float = 0.45,
+        kv_cache_gib: float = 1.0,
+        cpu_cores: str = "auto",
+        seed: int = 0,
+        start_timeout_s: float = 300.0,
+        kv_max_age: int | None = None,
+        log_file: str | None = None,
+        engine_kwargs: Mapping[str, Any] | None = None,
+    ) -> None:
+        if kv_max_age is not None and kv_max_age < 0:
+            raise ValueError(f"kv_max_age is a number of versions >= 0 or None, not {kv_max_age}")
+        self.name = name
+        self._settings = VLLMSettings(
+            name=name,
+            model=str(model),
+            dtype=dtype,
+            max_model_len=max_model_len,
+            max_num_seqs=max_num_seqs,
+            gpu_memory_utilization=gpu_memory_utilization,
+            kv_cache_gib=kv_cache_gib,
+            cpu_cores=cpu_cores,
+            seed=seed,
+            start_timeout_s=start_timeout_s,
+            log_file=log_file,
+            engine_kwargs=dict(engine_kwargs or {}),
+        )
+        self._kv_max_age = kv_max_age
+        self._session: _Session | None = None
+
+    @property
+    def weight_backend(self) -> str:
+        """Back end of the publisher this engine loads from (known once it has started)."""
+        return self._running().client.weight_backend
+
+    async def start(self) -> None:
+        """Start the engine core and wait until it is ready.
+
+        Raises:
+            EngineError: it did not come up in time; its own messages are in the error or the log file.
+        """
+        if self._session is not None:
+            return
+        thread = LoopThread(self.name)
+        scratch = make_scratch()
+        try:
+            client = await asyncio.wait_for(
+                thread.run(_start_client(self._settings, scratch.name, self._kv_max_age)),
+                self._settings.start_timeout_s,
+            )
+        except BaseException as error:
+            thread.stop(timeout_s=1.0)
+            scratch.cleanup()
+            if isinstance(error, TimeoutError):
+                raise EngineError(
+                    f"engine {self.name} did not start within start_timeout_s={self._settings.start_timeout_s:g} s"
+                ) from error
+            raise
+        self._session = _Session(thread, scratch, client)
+
+    async def generate(self, request: GenerationRequest) -> Generation:
+        """Sample one turn. Cancelling the awaiting task aborts the request in the engine.
+
+        Raises:
+            EngineError: the engine died, failed a load or was closed.
+            ValueError: the request can't be served (too long, an impossible sampling parameter).
+        """
+        session = self._running()
+        return await session.thread.run(session.client.generate(request))
+
+    async def score(self, token_ids: tuple[int, ...]) -> list[float]:
+        """Log-probabilities of ``token_ids[1:]`` under the served weights at temperature 1."""
+        session = self._running()
+        return await session.thread.run(session.client.score(token_ids))
+
+    async def load_weights(self, version: int, source: WeightSource) -> None:
+        """Replace the weights; returns once every token sampled from now on uses ``version``.
+
+        Raises:
+            EngineError: the load failed or was cancelled; the engine must not be used any more.
+            ValueError: the source is for another weight back end.
+        """
+        session = self._running()
+        await session.thread.run(session.client.load_weights(version, source))
+
+    async def close(self) -> None:
+        """End the engine core and free everything. Idempotent; works on an engine that never started or died."""
+        session, self._session = self._session, None
+        if session is not None:
+            try:
+                await session.thread.run(_call(session.client.close))
+            finally:
+                await asyncio.to_thread(session.thread.stop, 5.0)
+                session.scratch.cleanup()
+
+    def stats(self) -> EngineStats:
+        """Counters since the start; all zero while the engine is not running."""
+        return self._session.client.read_stats() if self._session is not None else EngineStats()
+
+    def _running(self) -> _Session:
+        if self._session is None:
+            raise EngineError(f"engine {self.name} is not running: await start() first")
+        return self._session
+
+
+async def _start_client(settings: VLLMSettings, scratch: str, kv_max_age: int | None) -> VLLMClient:
+    llm = launch(settings, scratch)
+    try:
+        from async_rl.engines.vllm_client import VLLMClient
+
+        client = VLLMClient(settings.name, llm, kv_max_age)
+        await client.prepare()
+    except BaseException:
+        llm.shutdown(timeout=0.0)
+        raise
+    return client
+
+
+async def _call(function: Any) -> None:
+    function()
