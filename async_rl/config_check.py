@@ -1,0 +1,260 @@
+"""The check of a whole config: unknown keys, types, ranges, contradictions. Imports nothing heavy."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import types
+import typing
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any, Literal, TypeVar
+
+from async_rl.config import (
+    COMPONENT_RANGES,
+    ConfigError,
+    OptimizerExtras,
+    Problem,
+    Range,
+    RunConfig,
+    keys_of,
+    known_keys,
+    optimizer_extras,
+)
+
+T = TypeVar("T")
+ANY_NUMBER = Range()
+
+
+def parse(config: Mapping[str, Any]) -> RunConfig:
+    """Check a composed and resolved config and return it with types.
+
+    Keys of ``_target_`` nodes are checked by :mod:`async_rl.targets`; here they are only known to be mappings.
+
+    Raises:
+        ConfigError: with every problem found.
+    """
+    problems: list[Problem] = []
+    parsed = _parse_section(RunConfig, config, "", problems)
+    if parsed is None or problems:
+        raise ConfigError(problems)
+    _parse_section(OptimizerExtras, optimizer_extras(parsed.optimizer), "optimizer", problems)
+    for path, allowed in COMPONENT_RANGES.items():
+        value = _select(config, path)
+        if _is_number(value) and value not in allowed:
+            problems.append(Problem(path, f"{value!r} is not possible; give a number {allowed}"))
+    problems.extend(_contradictions(parsed))
+    if problems:
+        raise ConfigError(problems)
+    return parsed
+
+
+def nearest(name: str, candidates: Iterable[str]) -> str | None:
+    """The candidate most like ``name``, comparing whole paths and last parts; ``None`` if none is near."""
+    best, best_score = None, 0.6
+    for candidate in sorted(set(candidates), key=lambda c: (c.count("."), c)):
+        pairs = ((name, candidate), (name.rpartition(".")[2], candidate.rpartition(".")[2]))
+        score = max(difflib.SequenceMatcher(None, a, b).ratio() for a, b in pairs)
+        if score > best_score:
+            best, best_score = candidate, score
+    return best
+
+
+def unknown_key(path: str, siblings: Iterable[str], everywhere: Iterable[str]) -> Problem:
+    """The problem of a key that does not exist, with the nearest one that does."""
+    section, _, name = path.rpartition(".")
+    siblings = sorted(siblings)
+    close = nearest(name, siblings)
+    if close is not None:
+        return Problem(path, f"there is no such key; did you mean {f'{section}.{close}' if section else close}?")
+    far = nearest(path, everywhere)
+    hint = f"did you mean {far}?" if far else f"{section or 'the root'} has {', '.join(siblings) or 'no keys'}"
+    return Problem(path, f"there is no such key; {hint}")
+
+
+def _parse_section(schema: type[T], node: Any, path: str, problems: list[Problem]) -> T | None:
+    if not isinstance(node, Mapping):
+        problems.append(Problem(path, f"{node!r} is one value, but this is a section with keys of its own"))
+        return None
+    prefix, keys = f"{path}." if path else "", keys_of(schema)
+    before = len(problems)
+    problems += [unknown_key(f"{prefix}{name}", keys, known_keys()) for name in map(str, node) if name not in keys]
+    values: dict[str, Any] = {}
+    for name, (annotation, about) in keys.items():
+        if name not in node:
+            problems.append(Problem(f"{prefix}{name}", f"is missing: {about.help}"))
+        elif dataclasses.is_dataclass(annotation):
+            section = typing.cast("type[Any]", annotation)
+            values[name] = _parse_section(section, node[name], f"{prefix}{name}", problems)
+        else:
+            if fault := type_fault(node[name], annotation, about.range):
+                problems.append(Problem(f"{prefix}{name}", f"{node[name]!r} is not possible; give {fault}"))
+            values[name] = node[name]
+    return schema(**values) if len(problems) == before else None
+
+
+def type_fault(value: Any, annotation: Any, allowed: Range = ANY_NUMBER) -> str:
+    """What ``annotation`` and ``allowed`` ask for, if ``value`` is not that; empty if it is, or if it can't be told."""
+    options = typing.get_args(annotation) if _is_union(annotation) else (annotation,)
+    if any(_matches(value, option) for option in options):
+        return "" if not _is_number(value) or value in allowed else f"a number {allowed}"
+    wanted = " or ".join(_describe(option) for option in options)
+    return f"{wanted} {allowed}".rstrip() if int in options or float in options else wanted
+
+
+def _matches(value: Any, annotation: Any) -> bool:
+    origin = typing.get_origin(annotation)
+    if annotation is None or annotation is types.NoneType:
+        return value is None
+    if origin is Literal:
+        return any(value == a and type(value) is type(a) for a in typing.get_args(annotation))
+    if annotation is float:
+        return _is_number(value)
+    if annotation is int:
+        return isinstance(value, int) and not isinstance(value, bool)
+    if annotation in (str, bool):
+        return isinstance(value, annotation)
+    if origin is list:
+        (item,) = typing.get_args(annotation)
+        return isinstance(value, list | tuple) and all(_matches(v, item) for v in value)
+    if origin is not None and isinstance(origin, type) and issubclass(origin, Mapping):
+        return isinstance(value, Mapping)
+    return True
+
+
+def _describe(annotation: Any) -> str:
+    if typing.get_origin(annotation) is Literal:
+        return "one of " + ", ".join(str(a) for a in typing.get_args(annotation))
+    if typing.get_origin(annotation) is list:
+        return "a list"
+    words = {int: "a whole number", float: "a number", bool: "true or false", str: "a text", types.NoneType: "null"}
+    return words.get(annotation, "a section with keys of its own")
+
+
+def _is_union(annotation: Any) -> bool:
+    return typing.get_origin(annotation) in (typing.Union, types.UnionType)
+
+
+def _is_number(value: Any) -> typing.TypeGuard[float]:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def _select(config: Mapping[str, Any], path: str) -> Any:
+    node: Any = config
+    for part in path.split("."):
+        node = node.get(part) if isinstance(node, Mapping) else None
+    return node
+
+
+def _contradictions(config: RunConfig) -> list[Problem]:
+    rules = (_staleness_rules, _group_rules, _sampling_rules, _loss_rules, _directory_rules)
+    return [problem for rule in rules for problem in rule(config)]
+
+
+def _staleness_rules(c: RunConfig) -> Iterator[Problem]:
+    if c.stale_policy != "wait" and not c.acknowledge_staleness:
+        yield Problem(
+            "stale_policy",
+            f"{c.stale_policy} gives up the exact age bound; take stale_policy=wait, or accept it with "
+            "acknowledge_staleness=true",
+        )
+    if c.max_staleness > 0 and c.algorithm.loss.get("correction") == "none" and not c.acknowledge_staleness:
+        yield Problem(
+            "max_staleness",
+            f"{c.max_staleness} with algorithm.loss.correction=none trains old data as if it were new; set "
+            "algorithm.loss.correction=truncate (or mask), max_staleness=0, or acknowledge_staleness=true",
+        )
+    if c.stale_policy == "allow":
+        return
+    if c.admit_ahead is not None and c.admit_ahead > c.max_staleness:
+        yield Problem(
+            "admit_ahead",
+            f"{c.admit_ahead} has no effect above max_staleness={c.max_staleness}; lower admit_ahead to at most "
+            f"{c.max_staleness} or raise max_staleness",
+        )
+    elif c.oversample_factor > 1 and c.effective_admit_ahead >= c.max_staleness:
+        yield Problem(
+            "oversample_factor",
+            f"{c.oversample_factor:g} has no room with admit_ahead={c.effective_admit_ahead} and "
+            f"max_staleness={c.max_staleness}; lower admit_ahead below max_staleness, raise max_staleness, or set "
+            "oversample_factor=1",
+        )
+
+
+def _group_rules(c: RunConfig) -> Iterator[Problem]:
+    if c.max_concurrent is not None and c.max_concurrent < c.group_size:
+        yield Problem(
+            "max_concurrent",
+            f"{c.max_concurrent} can't hold one group of group_size={c.group_size} trajectories; raise it to at least "
+            f"{c.group_size} or lower group_size",
+        )
+    quorum = c.rollout.group_completion == "quorum"
+    for name in ("min_group_size", "straggler_timeout_s"):
+        value = getattr(c.rollout, name)
+        if quorum and value is None:
+            yield Problem(f"rollout.{name}", "rollout.group_completion=quorum needs it")
+        elif not quorum and value is not None:
+            yield Problem(
+                f"rollout.{name}",
+                f"{value} is used with rollout.group_completion=quorum only; set that, or remove rollout.{name}",
+            )
+    if c.rollout.min_group_size is not None and c.rollout.min_group_size > c.group_size:
+        yield Problem(
+            "rollout.min_group_size",
+            f"{c.rollout.min_group_size} is more than group_size={c.group_size}; lower it to at most {c.group_size}",
+        )
+    if c.group_size == 1:
+        if c.rollout.filter_zero_variance:
+            yield Problem(
+                "rollout.filter_zero_variance",
+                "with group_size=1 every group would be left out; raise group_size or turn it off",
+            )
+        target = str(c.algorithm.advantage.get("_target_"))
+        if target.startswith("async_rl.") and c.algorithm.advantage.get("group_baseline", True):
+            yield Problem(
+                "group_size",
+                f"1 leaves {target.rpartition('.')[2]} nothing to compare a reward with: every advantage would be 0; "
+                "raise group_size, or set algorithm=batch_normalised algorithm.advantage.group_baseline=false",
+            )
+
+
+def _sampling_rules(c: RunConfig) -> Iterator[Problem]:
+    if c.rollout.sampling.temperature == 0:
+        yield Problem(
+            "rollout.sampling.temperature",
+            "0 makes all rollouts of a prompt the same, so there is nothing to learn from; give a number > 0 "
+            "(greedy evaluation is run.evaluation.sampling.temperature=0)",
+        )
+    longest = c.engine.get("max_model_len")
+    if _is_number(longest):
+        for section, sampling in (("rollout", c.rollout.sampling), ("run.evaluation", c.run.evaluation.sampling)):
+            if sampling.max_tokens >= longest:
+                yield Problem(
+                    f"{section}.sampling.max_tokens",
+                    f"{sampling.max_tokens} leaves no room for a prompt in engine.max_model_len={longest}; raise "
+                    "engine.max_model_len or lower it",
+                )
+    if c.rollout.last_batch == "train" and c.rollout.epochs is None:
+        yield Problem(
+            "rollout.last_batch",
+            "train is never used without an end of the data; set rollout.epochs, or rollout.last_batch=drop",
+        )
+
+
+def _loss_rules(c: RunConfig) -> Iterator[Problem]:
+    loss = c.algorithm.loss
+    if loss.get("normalise") == "constant" and not loss.get("constant"):
+        yield Problem(
+            "algorithm.loss.constant",
+            "algorithm.loss.normalise=constant needs the tokens to divide by, usually "
+            f"algorithm.loss.constant={c.rollout.sampling.max_tokens}",
+        )
+    elif loss.get("constant") and loss.get("normalise", "token") in ("token", "sequence"):
+        yield Problem(
+            "algorithm.loss.constant",
+            f"{loss['constant']} is used with algorithm.loss.normalise=constant only; set that, or remove it",
+        )
+
+
+def _directory_rules(c: RunConfig) -> Iterator[Problem]:
+    if c.resume and c.overwrite:
+        yield Problem("overwrite", "true with resume=true: a run is either continued or deleted; take one of them")
