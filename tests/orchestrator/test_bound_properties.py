@@ -5,7 +5,8 @@ from itertools import count, islice
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from virtual_loop import LAWS, VirtualLoop, World, fate, skipped
+from virtual_loop import VirtualLoop
+from virtual_world import LAWS, World, fate, skipped
 
 from async_rl.orchestrator.planner import BatchPlanner
 
