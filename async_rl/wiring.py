@@ -1,4 +1,4 @@
-"""Builds the parts of a run from trainer, policy and datamodule and connects them; the only file that knows them all."""
+"""Builds the parts of a run from trainer, policy and datamodule, and connects them."""
 
 from __future__ import annotations
 
@@ -124,7 +124,7 @@ def open_session(trainer: AsyncRLTrainer, policy: PolicyModule, data: RolloutDat
     return RolloutSession(
         engines=data.engines,
         orchestrator=orchestrator,
-        publisher=publisher_for(data.engines),
+        publisher=publisher_for(data.engines, next(policy.parameters()).dtype),
         ledger=ledger,
         version=version,
         eval_prompts=data.eval_prompts,

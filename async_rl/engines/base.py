@@ -99,6 +99,8 @@ class Engine(Protocol):
     """Short name for logs and errors, for example ``"vllm-0"``."""
     versions_alive: int
     """How many policy versions it can serve at once (1: a load replaces the weights of running requests too)."""
+    dtype: str
+    """Number format of its weights: ``"bfloat16"``, ``"float32"``, ``"float16"`` or ``"auto"``."""
 
     async def start(self) -> None:
         """Bring the engine up. Raises :class:`EngineError`."""

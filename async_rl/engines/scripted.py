@@ -47,6 +47,8 @@ class ScriptedEngine:
         aborted: Request ids that were cancelled while they ran.
     """
 
+    dtype = "float32"
+
     def __init__(
         self,
         output: Callable[[tuple[int, ...], int], Sequence[int]],
