@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from async_rl.orchestrator.gate import CapacityGate
     from async_rl.orchestrator.planner import BatchPlanner, Plan
     from async_rl.orchestrator.room import Room
+    from async_rl.orchestrator.settings import OrchestratorSettings
     from async_rl.orchestrator.version import PolicyVersion
 
 
@@ -25,8 +26,7 @@ class Books:
         planner: Knows their deadlines.
         trained: The trained version.
         slots: The engines.
-        group_size: G.
-        needed: Trajectories without which a group fails.
+        settings: Group size and quorum.
         rollout: What runs one attempt of a training sample.
         recovery: What an earlier process left.
     """
@@ -39,8 +39,7 @@ class Books:
         trained: PolicyVersion,
         slots: Sequence[EngineSlot],
         *,
-        group_size: int,
-        needed: int,
+        settings: OrchestratorSettings,
         rollout: RolloutFn,
         recovery: Recovery,
     ) -> None:
@@ -49,8 +48,8 @@ class Books:
         self._planner = planner
         self._trained = trained
         self._slots = slots
-        self._samples = tuple(range(group_size))
-        self._needed = needed
+        self._samples = tuple(range(settings.group_size))
+        self._needed = settings.trajectories_needed
         self._rollout = rollout
         self.admission_open = False
         self.admission_over = False
@@ -58,7 +57,7 @@ class Books:
         self.replaying = len(recovery.batches)
         self.ended = Counter({Outcome(name): count for name, count in recovery.ended.items()})
         self._running: dict[int, EngineSlot] = {}
-        self._kept: dict[int, Group] = {}
+        self._kept: dict[int, tuple[Group, int | None]] = {}
         self._in_batch: tuple[int, ...] = ()
         self.admitted = len(recovery.kept) + sum(map(len, recovery.batches)) + self.ended.total()
         for group in recovery.kept:
@@ -68,7 +67,7 @@ class Books:
                 group.id, group.admitted_version if head is None else min(head, group.admitted_version)
             )
             self._planner.keep(group.id, head)
-            self._kept[group.id] = group
+            self._kept[group.id] = group, head
 
     # admission
 
@@ -128,7 +127,7 @@ class Books:
             for group, head in kept:
                 gate.keep(group.id)
                 planner.keep(group.id, head)
-                self._kept[group.id] = group
+                self._kept[group.id] = group, head
                 self._left_engine(group.id)
             for group_id, outcome in out:
                 gate.end(group_id)
@@ -157,7 +156,7 @@ class Books:
             plan = self._planner.plan(self._trained.value, exhausted=self.data_is_over(), short_ok=short_ok)
             if plan.groups:
                 self._in_batch = plan.groups
-            return plan, tuple(self._kept[group_id] for group_id in plan.groups)
+            return plan, tuple(self._kept[group_id][0] for group_id in plan.groups)
 
     def end_batch(self, outcome: Outcome) -> None:
         """End the groups of the batch; where it was trained, the trained version moves in the same instant."""
@@ -203,22 +202,34 @@ class Books:
     # reading
 
     @property
+    def trained_version(self) -> int:
+        """The trained version."""
+        return self._trained.value
+
+    @property
     def running_groups(self) -> int:
         """Groups in the air."""
         return len(self._running)
 
-    @property
-    def kept_groups(self) -> int:
-        """Groups finished and not ended, those of the batch in training included."""
-        return len(self._kept)
-
-    @property
-    def running_trajectories(self) -> int:
-        """Trajectories that hold a place."""
-        return self._gate.running_trajectories
-
-    def oldest_kept_head(self) -> int | None:
-        """Oldest head version among the kept groups."""
+    def gauges(self) -> dict[str, float]:
+        """Numbers to look at: groups and trajectories by state, versions, ages."""
         with self._room.lock:
-            groups = list(self._kept.values())
-        return min((head for g in groups if (head := g.head) is not None), default=None)
+            open_slots = [slot for slot in self._slots if slot.open]
+            heads = [head for _, head in self._kept.values() if head is not None]
+            trained = self._trained.value
+            return {
+                "running": float(len(self._running)),
+                "kept": float(len(self._kept)),
+                "running_trajectories": float(self._gate.running_trajectories),
+                "trained_version": float(trained),
+                "served_version": float(min(slot.served.value for slot in open_slots or self._slots)),
+                "engines_open": float(len(open_slots)),
+                "oldest_kept_age": float(trained - min(heads)) if heads else 0.0,
+                "admitted": float(self.admitted),
+            }
+
+    def outcomes(self) -> dict[str, int]:
+        """Groups admitted, running, kept, and ended by outcome."""
+        with self._room.lock:
+            counts = {"admitted": self.admitted, "running": len(self._running), "kept": len(self._kept)}
+            return counts | {str(outcome): self.ended[outcome] for outcome in Outcome}

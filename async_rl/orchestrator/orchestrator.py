@@ -11,6 +11,7 @@ from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any
 
+from async_rl.orchestrator.batches import AdvantageFn, BatchSource
 from async_rl.orchestrator.books import Books
 from async_rl.orchestrator.dispatcher import Dispatcher
 from async_rl.orchestrator.gate import CapacityGate
@@ -37,11 +38,10 @@ from async_rl.orchestrator.sinks import EvalSink, TrainSink
 from async_rl.orchestrator.supervisor import Supervisor
 from async_rl.orchestrator.version import PolicyVersion
 from async_rl.orchestrator.watcher import WeightWatcher
-from async_rl.types import Batch, EvalResult, Group, Outcome, Prompt
+from async_rl.types import Batch, EvalResult, Outcome, Prompt
 
 log = logging.getLogger(__name__)
 
-AdvantageFn = Callable[[Sequence[Sequence[float]]], Sequence[Sequence[float]]]
 Poll = Callable[[], None]
 
 _POLL_S = 0.1
@@ -86,15 +86,11 @@ class Orchestrator:
         if recovery.version != start_version:
             raise ValueError(f"recovered at version {recovery.version}, but the weights are those of {start_version}")
         self.settings = s = settings
-        self._advantages = advantages
         self._ledger = ledger
         self._events: deque[Event] = deque()
-        self._replay = deque(recovery.batches)
-        self._batch: Batch | None = None
-        self._batch_is_replayed = False
         self._waiting_for = ""
         self._closed = False
-        self._eval_sink = EvalSink([], 0, rollout, [], -1)
+        self._eval_sinks: list[EvalSink] = []
         self._next_eval_id = -1
         self._turn = itertools.count()
 
@@ -129,14 +125,22 @@ class Orchestrator:
             planner,
             self._trained,
             self._slots,
-            group_size=s.group_size,
-            needed=s.trajectories_needed,
+            settings=s,
             rollout=rollout,
             recovery=recovery,
         )
         self._meters = Meters()
         self._metrics = MetricsLoop(
             self._meters, self.snapshot, interval_s=s.metrics_interval_s, supervisor=self._supervisor
+        )
+        self._batches = BatchSource(
+            room,
+            self._books,
+            ledger,
+            self._meters,
+            settings=s,
+            advantages=advantages,
+            replay=recovery.batches,
         )
         self._train_sink = TrainSink(
             room,
@@ -145,15 +149,11 @@ class Orchestrator:
             self._meters,
             emit=self._emit,
             fail=self._supervisor.fail,
-            batch_size=s.batch_size,
-            filter_zero_variance=s.filter_zero_variance,
-            max_failures=s.max_failures,
+            settings=s,
         )
         self._rollout_threads = [
             RolloutThread(
-                timeout_s=s.rollout_timeout_s,
-                max_retries=s.max_retries,
-                straggler_timeout_s=s.straggler_timeout_s,
+                settings=s,
                 make_seed=partial(sampling_seed, s.seed),
                 land=self._land,
                 crashed=self._supervisor.fail,
@@ -283,93 +283,20 @@ class Orchestrator:
         Raises:
             RuntimeError: The batch before was neither trained nor dropped, or a group breaks the age bound.
         """
-        if self._batch is not None:
-            raise RuntimeError(f"the batch of version {self._batch.version} was neither trained nor dropped")
-        s, version = self.settings, self._trained.value
         began_s = time.monotonic()
-        if s.max_steps is not None and version >= s.max_steps:
-            return None
-        if self._replay:
-            self._batch = self._make_batch(version, self._replay.popleft())
-            self._batch_is_replayed = True
-            return self._batch
-        groups: tuple[Group, ...] = ()
-        over = False
-
-        def planned() -> bool:
-            nonlocal groups, over
-            plan, groups = self._books.plan(short_ok=s.last_batch == "train")
-            self._waiting_for = plan.waiting_for
-            over = not plan.groups and not plan.waiting_for
-            return over or bool(groups)
-
-        self._wait("a batch", planned, poll, name_it=False)
+        self._wait("a batch", self._batches.ready, poll)
         self._meters.took("wait_for_batch", time.monotonic() - began_s)
-        if over:
-            self._end_of_data()
-            return None
-        if len(groups) < s.batch_size:
-            log.warning("the data ended: training a last batch of %d groups (last_batch=train)", len(groups))
-        batch = self._make_batch(version, groups)
-        recording_s = time.monotonic()
-        written = self._ledger.record_batch(batch)
-        while not written.wait(_POLL_S):
-            self.check()
-        self._meters.took("record_batch", time.monotonic() - recording_s)
-        self._batch, self._batch_is_replayed = batch, False
-        return batch
+        return self._batches.take(self._wait_written)
 
     def batch_trained(self, batch: Batch) -> None:
         """The batch updated the policy: the trained version moves by one, its groups end as trained."""
-        self._end_batch(batch, Outcome.TRAINED, "")
+        self._batches.end(batch, Outcome.TRAINED, "")
 
     def batch_dropped(self, batch: Batch, reason: str) -> None:
         """The batch made no update: its groups end as dropped, their places come back, the version stays."""
-        self._end_batch(batch, Outcome.DROPPED, reason)
+        self._batches.end(batch, Outcome.DROPPED, reason)
         if not any(t.trainable_tokens for t in batch.trajectories):
             self._emit(Event("empty_batch", EmptyBatchReport(len(batch.groups), untrainable=True)))
-
-    def _make_batch(self, version: int, groups: tuple[Group, ...]) -> Batch:
-        began_s = time.monotonic()
-        bound = self.settings.max_staleness if self.settings.stale_policy == "wait" else None
-        for group in groups:
-            if bound is not None and group.head is not None and version - group.head > bound:
-                raise RuntimeError(
-                    f"group {group.id} (head version {group.head}) would be trained at version {version}: "
-                    f"age {version - group.head} breaks max_staleness={bound}"
-                )
-        rewards = [group.rewards for group in groups]
-        advantages = tuple(tuple(map(float, a)) for a in self._advantages(rewards))
-        if [len(a) for a in advantages] != [len(r) for r in rewards]:
-            raise ValueError(
-                f"the advantage function returned {[len(a) for a in advantages]} numbers per group for "
-                f"{[len(r) for r in rewards]} rewards; it must return one number per trajectory"
-            )
-        self._meters.took("advantages", time.monotonic() - began_s)
-        return Batch(version, groups, advantages, bound)
-
-    def _end_batch(self, batch: Batch, outcome: Outcome, reason: str) -> None:
-        if batch is not self._batch:
-            raise RuntimeError("this is not the batch that next_batch() returned last, or it ended before")
-        with self._room.lock:
-            self._ledger.end([(group.id, outcome, reason) for group in batch.groups])
-            self._ledger.end_batch(batch.version, outcome, reason)
-            if self._batch_is_replayed:
-                self._books.end_replayed_batch(len(batch.groups), outcome)
-            else:
-                self._books.end_batch(outcome)
-        self._batch = None
-
-    def _end_of_data(self) -> None:
-        with self._room.lock:
-            dropped = self._books.end_kept(Outcome.DROPPED)
-            self._ledger.end([(group_id, Outcome.DROPPED, "short") for group_id in dropped])
-        if dropped:
-            log.warning(
-                "the data ended: %d groups are fewer than batch_size=%d and were dropped (last_batch=drop)",
-                len(dropped),
-                self.settings.batch_size,
-            )
 
     # evaluation
 
@@ -379,26 +306,19 @@ class Orchestrator:
         Returns:
             One result per prompt, in order; failures are listed beside the finished samples.
         """
-        loaded = [slot for slot in self._slots if slot.loaded]
-        if not loaded:
-            raise RuntimeError("evaluate: no engine serves a version yet; call wait_served first")
-        newest = max(slot.served.value for slot in loaded)
-        slots = [slot for slot in loaded if slot.served.value == newest]
-        sink = self._eval_sink = EvalSink(prompts, samples, rollout, slots, self._next_eval_id)
+        sink = EvalSink(prompts, samples, rollout, self._slots, first_id=self._next_eval_id)
         self._next_eval_id -= sink.total
-        flights = sink.flights()
-        launched = 0
+        self._eval_sinks.append(sink)
 
         def over() -> bool:
-            nonlocal launched
-            room_for = self.settings.max_concurrent - (launched - sink.landed)
-            batch = list(itertools.islice(flights, max(room_for, 0)))
-            if batch:
-                launched += len(batch)
-                spread(batch, self._rollout_threads, self._turn)
-            return sink.landed == sink.total
+            if flights := sink.launch(self.settings.max_concurrent):
+                spread(flights, self._rollout_threads, self._turn)
+            return sink.over
 
-        self._wait("the evaluation", over, poll)
+        try:
+            self._wait("the evaluation", over, poll)
+        finally:
+            self._eval_sinks.remove(sink)
         return sink.results()
 
     # what happened
@@ -419,22 +339,12 @@ class Orchestrator:
             ``oldest_kept_age``, ``admitted``, ``limited_by``, ``waiting_for`` (``""`` while the trainer does not wait).
         """
         with self._room.lock:
-            open_slots = [slot for slot in self._slots if slot.open]
-            head = self._books.oldest_kept_head()
-            trained = self._trained.value
             return {
-                "running": float(self._books.running_groups),
-                "kept": float(self._books.kept_groups),
-                "running_trajectories": float(self._books.running_trajectories),
+                **self._books.gauges(),
                 "in_the_air": float(sum(thread.in_the_air for thread in self._rollout_threads)),
                 "events": float(len(self._events)),
-                "trained_version": float(trained),
-                "served_version": float(min(slot.served.value for slot in open_slots or self._slots)),
-                "engines_open": float(len(open_slots)),
-                "oldest_kept_age": float(trained - head) if head is not None else 0.0,
-                "admitted": float(self._books.admitted),
                 "limited_by": self._books.capacity()[1],
-                "waiting_for": self._waiting_for,
+                "waiting_for": self._batches.waiting_for or self._waiting_for if self._waiting_for else "",
             }
 
     def drain_metrics(self) -> dict[str, float]:
@@ -451,10 +361,7 @@ class Orchestrator:
 
     def outcomes(self) -> dict[str, int]:
         """Groups admitted, running, kept, and ended by outcome, over the whole run."""
-        with self._room.lock:
-            books = self._books
-            counts = {"admitted": books.admitted, "running": books.running_groups, "kept": books.kept_groups}
-            return counts | {str(outcome): books.ended[outcome] for outcome in Outcome}
+        return self._books.outcomes()
 
     def state_dict(self) -> dict[str, int]:
         """What a checkpoint needs of the control plane; the ledger has the rest."""
@@ -474,36 +381,31 @@ class Orchestrator:
                 if flight.group_id >= 0:
                     finished.append(flight)
                 else:
-                    self._eval_sink.land(flight)
+                    for sink in self._eval_sinks:
+                        sink.land(flight)
                     self._room.batch.notify_all()
             landing.finished = finished
             self._train_sink.land(landing)
 
-    def _wait(
-        self,
-        what: str,
-        ready: Callable[[], bool],
-        poll: Poll,
-        *,
-        timeout_s: float = float("inf"),
-        name_it: bool = True,
-    ) -> None:
+    def _wait(self, what: str, ready: Callable[[], bool], poll: Poll, timeout_s: float = float("inf")) -> None:
         """Block the main thread until ``ready()``, polling; raises the first failure."""
         deadline_s = time.monotonic() + timeout_s
+        self._waiting_for = what
         try:
             with self._supervisor.waiting(what):
                 while True:
                     poll()
                     self.check()
                     with self._room.lock:
-                        if name_it:
-                            self._waiting_for = what
                         if ready() or time.monotonic() >= deadline_s:
                             return
-                        if not self._events:
-                            self._room.batch.wait(_POLL_S)
+                        self._room.batch.wait(_POLL_S)
         finally:
             self._waiting_for = ""
+
+    def _wait_written(self, written: Callable[[float], bool]) -> None:
+        while not written(_POLL_S):
+            self.check()
 
 
 def _reissue(prompts: PromptStream, group_id: int, landed: Any) -> Admission:

@@ -9,9 +9,13 @@ import logging
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
 
 from async_rl.orchestrator.records import Flight, Landing
 from async_rl.types import RolloutTask, Trajectory
+
+if TYPE_CHECKING:
+    from async_rl.orchestrator.settings import OrchestratorSettings
 
 log = logging.getLogger(__name__)
 
@@ -41,9 +45,7 @@ class RolloutThread:
     deadline is out at once, whether or not its code obeys the cancellation.
 
     Args:
-        timeout_s: Deadline of one attempt.
-        max_retries: Attempts after the first, for one sample.
-        straggler_timeout_s: How long a complete quorum waits for the rest; ``None`` without quorum.
+        settings: Deadline of an attempt, retries, and how long a complete quorum waits for the rest.
         make_seed: ``(prompt id, sample index, attempt) -> seed``.
         land: Takes a :class:`Landing`, on this thread.
         crashed: Takes an exception that is a bug of ours, or fatal by its own word (``error.fatal``).
@@ -52,22 +54,21 @@ class RolloutThread:
     def __init__(
         self,
         *,
-        timeout_s: float,
-        max_retries: int,
-        straggler_timeout_s: float | None,
+        settings: OrchestratorSettings,
         make_seed: Callable[[str, int, int], int],
         land: Callable[[Landing], None],
         crashed: Callable[[BaseException], None],
     ) -> None:
-        self._timeout_s = timeout_s
-        self._max_retries = max_retries
-        self._straggler_timeout_s = straggler_timeout_s
+        self._timeout_s = settings.rollout_timeout_s
+        self._max_retries = settings.max_retries
+        self._straggler_timeout_s = settings.straggler_timeout_s
         self._make_seed = make_seed
         self._land = land
         self._crashed = crashed
         self._loop = asyncio.new_event_loop()
         self._inbox: deque[Sequence[Flight]] = deque()
         self._in_the_air: dict[_Attempt, None] = {}  # in the order they started, which is the order they are due
+        self._taking = False
         self._landing = Landing()
         self._landing_scheduled = False
         self._stopped = False
@@ -82,7 +83,9 @@ class RolloutThread:
     def submit(self, flights: Sequence[Flight]) -> None:
         """Start the missing samples of these flights. Ignored once stopped."""
         self._inbox.append(flights)
-        self._call_soon(self._take)
+        if not self._taking:  # waking the loop costs a system call, so one wake-up takes all that waits
+            self._taking = True
+            self._call_soon(self._take)
 
     def stop(self) -> None:
         """Cancel everything and end :meth:`run`; nothing lands any more."""
@@ -115,6 +118,7 @@ class RolloutThread:
         self._loop.stop()
 
     def _take(self) -> None:
+        self._taking = False
         if self._stopped:
             return
         try:

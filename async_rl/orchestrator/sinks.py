@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from async_rl.orchestrator.ledger import AnyLedger
     from async_rl.orchestrator.metrics import Meters
     from async_rl.orchestrator.room import Room
+    from async_rl.orchestrator.settings import OrchestratorSettings
 
 
 class RolloutFailureError(RuntimeError):
@@ -30,9 +31,7 @@ class TrainSink:
         meters: Counters for the metrics loop.
         emit: Takes events for the main thread.
         fail: Takes a failure of the run.
-        batch_size: Groups that make an empty batch when none is kept.
-        filter_zero_variance: Whether groups without a reward difference end as filtered.
-        max_failures: Failed attempts in a row that are put up with.
+        settings: Batch size, filter, and the budget of failures.
     """
 
     def __init__(
@@ -44,9 +43,7 @@ class TrainSink:
         *,
         emit: Callable[[Event], None],
         fail: Callable[[BaseException], None],
-        batch_size: int,
-        filter_zero_variance: bool,
-        max_failures: int,
+        settings: OrchestratorSettings,
     ) -> None:
         self._room = room
         self._books = books
@@ -54,9 +51,7 @@ class TrainSink:
         self._meters = meters
         self._emit = emit
         self._fail = fail
-        self._batch_size = batch_size
-        self._filter_zero_variance = filter_zero_variance
-        self._max_failures = max_failures
+        self._settings = settings
         self._failures_in_a_row = 0
         self._first_failure: BaseException | None = None
         self._empty = _EmptyStreak()
@@ -74,7 +69,7 @@ class TrainSink:
                 continue
             group = flight.group()
             groups.append(group)
-            if self._filter_zero_variance and _rewards_are_equal(group):
+            if self._settings.filter_zero_variance and _rewards_are_equal(group):
                 out.append((group.id, Outcome.FILTERED, "zero_variance"))
             else:
                 kept.append((group, group.head))
@@ -87,7 +82,9 @@ class TrainSink:
             self._emit(Event("rollout_end", group))
         with self._room.lock:
             self._count_failures(landing.outcomes)
-            report = self._empty.add(landing.finished, bool(kept), self._batch_size) if landing.finished else None
+            report = (
+                self._empty.add(landing.finished, bool(kept), self._settings.batch_size) if landing.finished else None
+            )
         if report is not None:
             self._emit(Event("empty_batch", report))
 
@@ -99,10 +96,10 @@ class TrainSink:
             if self._failures_in_a_row == 0:
                 self._first_failure = error
             self._failures_in_a_row += 1
-            if self._failures_in_a_row > self._max_failures:
+            if self._failures_in_a_row > self._settings.max_failures:
                 first = self._first_failure
                 failure = RolloutFailureError(
-                    f"{self._failures_in_a_row} rollout attempts in a row failed (max_failures={self._max_failures}); "
+                    f"{self._failures_in_a_row} rollout attempts in a row failed (max_failures={self._settings.max_failures}); "
                     f"the first one with {type(first).__name__}: {first}"
                 )
                 failure.__cause__ = first
@@ -200,4 +197,74 @@ class EvalSink:
                     tuple(f"{reason_of(e)}: {e}" for f in flights for e in f.given_up.values()),
                 )
             )
+        return results
+
+
+class EvalSink:
+    """One evaluation; its rollouts count against no gate, age or ledger.
+
+    Each sample is a flight of its own, so that a failure costs no other sample, on the engines that serve the newest
+    version. Its group id is negative.
+
+    Args:
+        prompts: What to evaluate.
+        samples: Samples per prompt, ``>= 1``.
+        rollout: What runs one attempt.
+        slots: All engines.
+        first_id: Group id of the first sample, ``< 0``; ids go down from it.
+
+    Raises:
+        RuntimeError: No engine serves a version yet.
+    """
+
+    def __init__(
+        self, prompts: Sequence[Prompt], samples: int, rollout: RolloutFn, slots: Sequence[EngineSlot], first_id: int
+    ) -> None:
+        loaded = [slot for slot in slots if slot.loaded]
+        if not loaded:
+            raise RuntimeError("evaluate: no engine serves a version yet; call wait_served first")
+        newest = max(slot.served.value for slot in loaded)
+        self._slots = [slot for slot in loaded if slot.served.value == newest]
+        self._prompts = prompts
+        self._samples = samples
+        self._rollout = rollout
+        self._first_id = first_id
+        self._launched = 0
+        self._landed: dict[int, Flight] = {}
+
+    @property
+    def total(self) -> int:
+        """Samples in all."""
+        return len(self._prompts) * self._samples
+
+    @property
+    def over(self) -> bool:
+        """Whether every sample is over."""
+        return len(self._landed) == self.total
+
+    def launch(self, max_concurrent: int) -> list[Flight]:
+        """The next flights, so that at most ``max_concurrent`` samples are in the air."""
+        flights = []
+        last = min(self.total, len(self._landed) + max_concurrent)
+        for n in range(self._launched, last):
+            prompt, sample = self._prompts[n // self._samples], n % self._samples
+            slot = self._slots[n % len(self._slots)]
+            flights.append(Flight(self._first_id - n, prompt, slot.served.value, slot, self._rollout, (sample,), {}, 0))
+        self._launched = max(self._launched, last)
+        return flights
+
+    def land(self, flight: Flight) -> None:
+        """Take a flight that is over; one of an evaluation that was broken off is ignored."""
+        n = self._first_id - flight.group_id
+        if 0 <= n < self.total:
+            self._landed[n] = flight
+
+    def results(self) -> list[EvalResult]:
+        """One result per prompt, in order."""
+        results = []
+        for i, prompt in enumerate(self._prompts):
+            flights = [self._landed[i * self._samples + sample] for sample in range(self._samples)]
+            trajectories = tuple(t for f in flights for t in f.landed.values())
+            failures = tuple(f"{reason_of(e)}: {e}" for f in flights for e in f.given_up.values())
+            results.append(EvalResult(prompt, trajectories, failures))
         return results
