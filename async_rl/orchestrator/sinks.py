@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 from async_rl.orchestrator.records import EmptyBatchReport, EngineSlot, Event, Flight, Landing, RolloutFn, reason_of
@@ -99,8 +99,8 @@ class TrainSink:
             if self._failures_in_a_row > self._settings.max_failures:
                 first = self._first_failure
                 failure = RolloutFailureError(
-                    f"{self._failures_in_a_row} rollout attempts in a row failed (max_failures={self._settings.max_failures}); "
-                    f"the first one with {type(first).__name__}: {first}"
+                    f"{self._failures_in_a_row} rollout attempts in a row failed "
+                    f"(max_failures={self._settings.max_failures}); the first one with {type(first).__name__}: {first}"
                 )
                 failure.__cause__ = first
                 self._fail(failure)
@@ -140,64 +140,6 @@ class _EmptyStreak:
         report = EmptyBatchReport(self._groups, dict(self._rewards), dict(self._failures), self._first_error)
         self.__init__()  # type: ignore[misc]
         return report
-
-
-class EvalSink:
-    """Collects the samples of one evaluation; its rollouts count against no gate, age or ledger.
-
-    Args:
-        prompts: What to evaluate.
-        samples: Samples per prompt.
-        rollout: What runs one attempt.
-        slots: Engines to use, in turn.
-        first_id: Group id of the first flight; ids go down from it and are negative.
-    """
-
-    def __init__(
-        self, prompts: Sequence[Prompt], samples: int, rollout: RolloutFn, slots: Sequence[EngineSlot], first_id: int
-    ) -> None:
-        self._prompts = prompts
-        self._samples = samples
-        self._rollout = rollout
-        self._slots = slots
-        self._first_id = first_id
-        self._landed: dict[int, Flight] = {}
-
-    @property
-    def total(self) -> int:
-        """Samples in all."""
-        return len(self._prompts) * self._samples
-
-    @property
-    def landed(self) -> int:
-        """Samples that are over."""
-        return len(self._landed)
-
-    def flights(self) -> Iterator[Flight]:
-        """One flight per sample, so that a failure costs no other sample."""
-        for n in range(self.total):
-            prompt, sample = self._prompts[n // self._samples], n % self._samples
-            slot = self._slots[n % len(self._slots)]
-            yield Flight(self._first_id - n, prompt, slot.served.value, slot, self._rollout, (sample,), {}, 0)
-
-    def land(self, flight: Flight) -> None:
-        """Take a flight that is over; one of an earlier evaluation is ignored."""
-        if 0 <= self._first_id - flight.group_id < self.total:
-            self._landed[self._first_id - flight.group_id] = flight
-
-    def results(self) -> list[EvalResult]:
-        """One result per prompt, in order."""
-        results = []
-        for i, prompt in enumerate(self._prompts):
-            flights = [self._landed[i * self._samples + s] for s in range(self._samples)]
-            results.append(
-                EvalResult(
-                    prompt,
-                    tuple(t for f in flights for t in f.landed.values()),
-                    tuple(f"{reason_of(e)}: {e}" for f in flights for e in f.given_up.values()),
-                )
-            )
-        return results
 
 
 class EvalSink:
