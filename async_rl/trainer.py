@@ -1,4 +1,4 @@
-"""AsyncRLTrainer: a Lightning Trainer whose batches come from rollouts that run ahead by a bounded number of versions."""
+"""AsyncRLTrainer: a Lightning Trainer fed by rollouts that run ahead by a bounded number of versions."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import time
 from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -26,11 +27,17 @@ from async_rl.policy import PolicyModule
 from async_rl.session import RolloutSession, close_engines, in_thread, start_engines, wait_for
 from async_rl.signals import stop_signals
 from async_rl.types import Batch, EvalBatch
-from async_rl.weights.parity import check_parity, parity_prompts
+from async_rl.weights.parity import check_parity, mean_tolerance
 from async_rl.wiring import StalenessSettings, open_session
 
 log = logging.getLogger(__name__)
 
+# Any text will do to tell two sets of weights apart; about a hundred tokens.
+_PARITY_TEXTS = (
+    "The quick brown fox jumps over the lazy dog, and then it asks: what is 12 + 30? The answer is 42.",
+    "In 1969 three people flew to the moon; two of them walked on it, and one of them said a sentence about a step.",
+    "def add(a, b): return a + b  # a function that adds two numbers, as every first program does",
+)
 EXIT_FINISHED, EXIT_ERROR, EXIT_INTERRUPTED = 0, 1, 75
 
 
@@ -42,7 +49,7 @@ class RunEnd:
     exit_code: int
 
 
-class StopRun(StopIteration):  # noqa: N818 - ends the loader, as StopIteration does
+class StopRun(StopIteration):
     """Raised while waiting when the run was asked to stop; Lightning's loops end on it."""
 
 
@@ -58,17 +65,17 @@ class AsyncRLTrainer(pl.Trainer):
         max_staleness: S, oldest age in versions a trained token may have; 0 is the synchronous loop.
         admit_ahead: W, how many versions ahead to start rollouts; default ``min(S, 2)``.
         oversample_factor: Admit so many times more groups than needed, >= 1; more than 1 needs W < S.
-        stale_policy: ``"wait"`` keeps the bound exactly; ``"mask"`` and ``"allow"`` give it up and must be acknowledged.
+        stale_policy: ``"wait"`` keeps the bound exactly; ``"mask"`` and ``"allow"`` give it up and need acknowledging.
         sampling_policy: ``"segment"`` swaps weights in flight, ``"trajectory"`` lets rollouts finish first, ``"auto"``.
         acknowledge_staleness: Confirms a setting that trains on stale data without protection.
         seed: Seed of sampling and prompt order.
         run_dir: Where ledger, checkpoints and logs go.
         resume: Continue from the newest complete checkpoint in ``run_dir``.
         eval_every: Evaluate every so many steps; 0: only at start and end.
-        evaluate_at: ``"ends"`` evaluates before the first and after the last step, ``"never"`` does not evaluate at all.
+        evaluate_at: ``"ends"`` evaluates before the first and after the last step, ``"never"`` not at all.
         checkpoint_every: Save a checkpoint every so many steps; 0: only at the end.
         keep_last: Checkpoints kept.
-        parity_check: Compare log-probabilities of engine and trainer before the first rollout and after the first update.
+        parity_check: Compare engine and trainer log-probabilities before the first rollout and after the first update.
         shutdown_timeout_s: Most seconds the end of a run may take.
         callbacks: Lightning callbacks, RL hooks included.
         logger: As Lightning's; default a ``TensorBoardLogger`` in ``run_dir``.
@@ -154,7 +161,7 @@ class AsyncRLTrainer(pl.Trainer):
         if self.world_size > 1:
             raise ValueError(f"AsyncRLTrainer: devices={self.world_size} is not supported yet; use devices=1")
 
-    # -- the run ------------------------------------------------------------------------------------------------------
+    # the run
 
     @override
     def fit(  # type: ignore[override]
@@ -226,7 +233,7 @@ class AsyncRLTrainer(pl.Trainer):
             for event in self.orchestrator.events():
                 self.call_rl_hook(f"on_{event.name}", event.value)
 
-    # -- called by the run loop and the loaders ---------------------------------------------------------------------------
+    # called by the run loop and the loaders
 
     def start_engines(self) -> None:
         """Begin to start the engines in the background, while Lightning sets up the rest."""
@@ -287,7 +294,7 @@ class AsyncRLTrainer(pl.Trainer):
         self.fit_loop.epoch_loop.val_loop.run()
         self.training = True
 
-    # -- private ----------------------------------------------------------------------------------------------------------
+    # private
 
     def _poll_or_stop(self) -> None:
         self.poll()
@@ -303,10 +310,13 @@ class AsyncRLTrainer(pl.Trainer):
         if not self.parity_check:
             return
         policy = self.lightning_module
+        sequences = [policy.tokenizer.encode(text) for text in _PARITY_TEXTS]
+        trainer_dtype = next((d for d in ("bfloat16", "float16") if d[:2] in self.precision), "float32")
         with self.orchestrator.hold_loads():
             for engine in self.session.engines:
-                check = check_parity(engine, policy.logprobs, parity_prompts(policy.tokenizer), version)
-                report = wait_for(in_thread(lambda check=check: check, "parity-check"), self._poll_or_stop)
+                tolerance = mean_tolerance(trainer_dtype if engine.dtype == "auto" else engine.dtype, trainer_dtype)
+                check = partial(check_parity, engine, policy.logprobs, sequences, tolerance=tolerance, version=version)
+                report = wait_for(in_thread(check, "parity-check"), self._poll_or_stop)
                 log.info("weights of version %d in %s: %s", version, engine.name, report)
 
     def _close(self, datamodule: RolloutDataModule) -> None:
