@@ -13,6 +13,8 @@ from async_rl.engines.vllm_launch import VLLMSettings, launch, make_scratch
 from async_rl.weights.base import WeightSource
 
 if TYPE_CHECKING:
+    import torch
+
     from async_rl.engines.vllm_client import VLLMClient
 
 
@@ -86,6 +88,7 @@ class VLLMEngine:
         if kv_max_age is not None and kv_max_age < 0:
             raise ValueError(f"kv_max_age is a number of versions >= 0 or None, not {kv_max_age}")
         self.name = name
+        self.dtype = dtype
         self._settings = VLLMSettings(
             name=name,
             model=str(model),
@@ -105,8 +108,13 @@ class VLLMEngine:
 
     @property
     def weight_backend(self) -> str:
-        """Back end of the publisher this engine loads from (known once it has started)."""
+        """Weight-transfer back end it loads through, for ``make_publisher`` (known once it has started)."""
         return self._running().client.weight_backend
+
+    @property
+    def weight_dtype(self) -> torch.dtype:
+        """Dtype of its weights, best also that of the published ones (known once it has started)."""
+        return self._running().client.weight_dtype
 
     async def start(self) -> None:
         """Start the engine core and wait until it is ready.

@@ -22,6 +22,7 @@ from async_rl.types import Segment
 from async_rl.weights.base import WeightSource
 
 if TYPE_CHECKING:
+    import torch
     from vllm.v1.engine.async_llm import AsyncLLM
 
 T = TypeVar("T")
@@ -57,6 +58,7 @@ class VLLMClient:
         self.busy = BusyClock()
         self._llm = llm
         self.weight_backend = str(llm.vllm_config.weight_transfer_config.backend)
+        self.weight_dtype: torch.dtype = llm.model_config.dtype
         self._kv_max_age = kv_max_age
         self._version = -1
         self._requests: dict[str, _Running] = {}

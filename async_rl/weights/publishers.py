@@ -1,41 +1,28 @@
-"""Picks the publisher whose weights the engines of a run can load."""
+"""make_publisher: the publisher that fits an engine's weight back end."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Protocol
-
 import torch
 
-from async_rl.weights.base import WeightPublisher
-from async_rl.weights.shared_memory import BACKEND, SharedMemoryPublisher
+from async_rl.weights import ipc, shared_memory
+from async_rl.weights.buffers import BufferedPublisher
 
 
-class _Loads(Protocol):
-    name: str
-    dtype: str
-
-
-def publisher_for(engines: Sequence[_Loads], model_dtype: torch.dtype) -> WeightPublisher:
-    """One publisher for all engines: shared memory, or CUDA IPC where vLLM runs on a GPU.
+def make_publisher(backend: str, dtype: torch.dtype, device: str | torch.device = "cuda") -> BufferedPublisher:
+    """Make the trainer's end of a weight path.
 
     Args:
-        engines: Started engines.
-        model_dtype: What ``dtype="auto"`` of an engine means.
+        backend: The engine's ``weight_backend``; ``"async_rl_shared_memory"`` also serves engines in this process.
+        dtype: The engine's ``weight_dtype``.
+        device: The GPU that trainer and engine share; used by ``"ipc"`` only.
 
     Raises:
-        ValueError: the engines need different back ends or number formats.
+        ValueError: there is no publisher for ``backend``.
     """
-    kinds = {(getattr(e, "weight_backend", BACKEND), e.dtype) for e in engines}
-    if len(kinds) > 1:
-        raise ValueError(
-            f"engine: engines of one run must load weights the same way, got {sorted(kinds)} "
-            f"for {', '.join(e.name for e in engines)}; give them the same dtype and device"
-        )
-    backend, dtype = kinds.pop()
-    wire = model_dtype if dtype == "auto" else getattr(torch, dtype)
-    if backend == BACKEND:
-        return SharedMemoryPublisher(wire)
-    from async_rl.weights.ipc import IPCPublisher
-
-    return IPCPublisher(wire)
+    if backend == shared_memory.BACKEND:
+        return shared_memory.SharedMemoryPublisher(dtype)
+    if backend == ipc.BACKEND:
+        return ipc.IPCPublisher(dtype, device)
+    raise ValueError(
+        f"no publisher for the weight back end {backend!r}: there are {shared_memory.BACKEND!r}, {ipc.BACKEND!r}"
+    )

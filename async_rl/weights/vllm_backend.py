@@ -18,7 +18,8 @@ from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmb
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 
-from async_rl.weights.shared_memory import DATA_OFFSET, HEADER, MAGIC, ManifestEntry, tensor_view
+from async_rl.weights.buffers import DATA_OFFSET, ManifestEntry
+from async_rl.weights.shared_memory import HEADER, MAGIC, tensor_view
 
 
 class WeightLoadError(RuntimeError):
