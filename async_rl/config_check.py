@@ -77,7 +77,8 @@ def _parse_section(schema: type[T], node: Any, path: str, problems: list[Problem
         return None
     prefix, keys = f"{path}." if path else "", keys_of(schema)
     before = len(problems)
-    problems += [unknown_key(f"{prefix}{name}", keys, known_keys()) for name in map(str, node) if name not in keys]
+    siblings = keys if path else [*keys, "recipe"]
+    problems += [unknown_key(f"{prefix}{name}", siblings, known_keys()) for name in map(str, node) if name not in keys]
     values: dict[str, Any] = {}
     for name, (annotation, about) in keys.items():
         if name not in node:

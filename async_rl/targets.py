@@ -1,21 +1,27 @@
-"""Checks ``_target_`` nodes against the signatures of their targets, reading our own ones without importing them."""
+"""Checks ``_target_`` nodes against the signatures of their targets, read from source wherever that is possible."""
 
 from __future__ import annotations
 
 import ast
 import functools
 import importlib
+import importlib.util
 import inspect
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, cast
+from typing import Any, Literal
 
 from async_rl.config import ConfigError, OptimizerExtras, Problem, RunConfig, keys_of
 from async_rl.config_check import nearest, type_fault, unknown_key
 
 HYDRA_KEYS = frozenset({"_target_", "_partial_", "_args_", "_recursive_", "_convert_"})
-OURS = "async_rl."
+TRAINER_ARGUMENTS = (
+    *("max_steps", "max_epochs", "accelerator", "devices", "precision", "callbacks", "logger", "default_root_dir"),
+    *("num_sanity_val_steps", "val_check_interval", "check_val_every_n_epoch", "limit_val_batches"),
+)
+"""What the trainer's constructor gets from other keys."""
+Definition = ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,16 +40,19 @@ class Parameters:
 
 
 def check_targets(config: RunConfig) -> None:
-    """Check every ``_target_`` node of a config, our own first, so that a mistake in them imports nothing.
+    """Check every ``_target_`` node of a config.
+
+    Signatures are read from the source where that is possible: importing an engine or a logger takes seconds. What
+    can't be read is imported, once all that can be read is right.
 
     Raises:
-        ConfigError: with every problem found among our own nodes, else with those of the others.
+        ConfigError: with every problem found without importing anything, else with those of the others.
     """
     nodes = list(_nodes(config))
-    for ours in (True, False):
+    for read in (_from_source, parameters_of):
         problems: list[Problem] = []
         for path, node, given, extra in nodes:
-            problems += _check(path, node, given, extra, ours)
+            problems += _check(path, node, given, extra, read)
         if problems:
             raise ConfigError(problems)
 
@@ -58,29 +67,32 @@ def _nodes(config: RunConfig) -> Iterator[tuple[str, Any, Collection[str], Colle
     yield "engine", config.engine, ("model",), ()
     yield "algorithm.advantage", config.algorithm.advantage, (), ()
     yield "algorithm.loss", config.algorithm.loss, (), ()
-    yield "optimizer", config.optimizer, (), keys_of(OptimizerExtras)
+    yield "optimizer", config.optimizer, ("params",), keys_of(OptimizerExtras)
     for section in ("callbacks", "logger"):
         for name, node in getattr(config, section).items():
             if node is not None:
                 yield f"{section}.{name}", node, (), ()
     if config.run.lightning:
         trainer = {"_target_": "lightning.pytorch.Trainer", **config.run.lightning}
-        yield "run.lightning", trainer, (), ()
+        yield "run.lightning", trainer, TRAINER_ARGUMENTS, ()
 
 
-def _check(path: str, node: Any, given: Collection[str], extra: Collection[str], ours: bool) -> Iterator[Problem]:
+def _check(
+    path: str,
+    node: Any,
+    given: Collection[str],
+    extra: Collection[str],
+    read: Callable[[str], Parameters | None],
+) -> Iterator[Problem]:
     if not isinstance(node, Mapping) or not isinstance(node.get("_target_"), str):
-        if ours:
-            yield Problem(path, "needs a _target_: the dotted name of the class or function to build it with")
+        yield Problem(path, "needs a _target_: the dotted name of the class or function to build it with")
         return
     target = node["_target_"]
     for name, value in node.items():
         if isinstance(value, Mapping) and "_target_" in value:
-            yield from _check(f"{path}.{name}", value, (), (), ours)
-    if target.startswith(OURS) is not ours:
-        return
+            yield from _check(f"{path}.{name}", value, (), (), read)
     try:
-        parameters = parameters_of(target)
+        parameters = read(target)
     except LookupError as error:
         yield Problem(f"{path}._target_", str(error))
         return
@@ -108,11 +120,7 @@ def parameters_of(target: str) -> Parameters | None:
     Raises:
         LookupError: there is no such module or name, or importing it failed; says so, with the nearest name.
     """
-    if target.startswith(OURS):
-        definition = _find(*target.rpartition(".")[::2])
-        if definition is not None and (parameters := _static_parameters(*definition)) is not None:
-            return parameters
-    return _signature(_locate(target))
+    return _from_source(target) or _signature(_locate(target))
 
 
 def _locate(target: str) -> Any:
@@ -154,52 +162,96 @@ def _signature(found: Any) -> Parameters | None:
     )
 
 
-# -- our own signatures, read from the source: importing an engine or a callback takes seconds -----------------------
+def _from_source(target: str) -> Parameters | None:
+    module, _, name = target.rpartition(".")
+    found = _find(module, name)
+    return None if found is None else _read(*found)
 
 
 @functools.cache
-def _source(module: str) -> ast.Module | None:
-    base = Path(__file__).parent.joinpath(*module.split(".")[1:])
-    for file in (base.with_suffix(".py"), base / "__init__.py"):
+def _source(module: str) -> tuple[ast.Module, bool] | None:
+    """The parsed source of a module, and whether it is a package; ``None`` where there is none to read."""
+    top, _, rest = module.partition(".")
+    try:
+        spec = importlib.util.find_spec(top) if top else None
+    except (ImportError, ValueError):
+        return None
+    if spec is None:
+        return None
+    if not rest and not spec.submodule_search_locations:
+        files = [Path(spec.origin)] if spec.origin and spec.origin.endswith(".py") else []
+    else:
+        parts = rest.split(".") if rest else []
+        bases = [Path(folder).joinpath(*parts) for folder in spec.submodule_search_locations or ()]
+        files = [file for base in bases for file in (base / "__init__.py", base.with_suffix(".py"))]
+    for file in files:
         if file.is_file():
-            return ast.parse(file.read_text(encoding="utf-8"))
+            try:
+                return ast.parse(file.read_text(encoding="utf-8")), file.name == "__init__.py"
+            except (SyntaxError, ValueError):
+                return None
     return None
 
 
-def _find(module: str, name: str) -> tuple[str, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef] | None:
-    """The definition of a name of ours, through re-exports, and the module it stands in."""
-    tree = _source(module)
-    for node in tree.body if tree else ():
+def _find(module: str, name: str, depth: int = 8) -> tuple[str, Definition] | None:
+    """The definition of a name, through re-exports, and the module it stands in."""
+    source = _source(module)
+    if source is None or depth == 0:
+        return None
+    tree, is_package = source
+    for node in tree.body:
         if isinstance(node, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef) and node.name == name:
             return module, node
-        if isinstance(node, ast.ImportFrom) and node.module and node.module.startswith(OURS):
+        if isinstance(node, ast.ImportFrom):
             for alias in node.names:
                 if (alias.asname or alias.name) == name:
-                    return _find(node.module, alias.name)
+                    return _find(_imported(module, is_package, node), alias.name, depth - 1)
     return None
 
 
-def _static_parameters(module: str, node: ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef) -> Parameters | None:
+def _imported(module: str, is_package: bool, node: ast.ImportFrom) -> str:
+    """The absolute name of the module an import statement reads from."""
+    if not node.level:
+        return node.module or ""
+    parts = module.split(".")
+    parts = parts[: len(parts) - node.level + is_package]
+    return ".".join([*parts, node.module] if node.module else parts)
+
+
+def _read(module: str, node: Definition) -> Parameters | None:
+    """Parameters of a definition; ``None`` where its source doesn't tell (decorators, bases that can't be read)."""
     if not isinstance(node, ast.ClassDef):
-        return _from_arguments(module, node.args, skip=0)
+        return None if node.decorator_list else _from_arguments(module, node.args, skip=0)
+    is_dataclass = any("dataclass" in ast.unparse(d) for d in node.decorator_list)
+    if node.decorator_list and not is_dataclass:
+        return None
     for item in node.body:
-        if isinstance(item, ast.FunctionDef) and item.name == "__init__":
-            return _from_arguments(module, item.args, skip=1)
-    if any("dataclass" in ast.unparse(d) for d in node.decorator_list) and not node.bases:
-        fields = [
-            item
-            for item in node.body
-            if isinstance(item, ast.AnnAssign)
-            and isinstance(item.target, ast.Name)
-            and "ClassVar" not in ast.unparse(item.annotation)
-        ]
-        names = [cast("ast.Name", item.target).id for item in fields]
-        return Parameters(
-            annotations={n: _annotation(module, item.annotation) for n, item in zip(names, fields, strict=True)},
-            required=frozenset(n for n, item in zip(names, fields, strict=True) if item.value is None),
-            open=False,
-        )
-    return None
+        if isinstance(item, ast.FunctionDef) and item.name in ("__init__", "__new__"):
+            return None if item.decorator_list else _from_arguments(module, item.args, skip=1)
+    if is_dataclass:
+        return None if node.bases else _from_fields(module, node)
+    for base in node.bases:
+        found = _find(module, base.id) if isinstance(base, ast.Name) else None
+        if found is None:
+            return None
+        if (parameters := _read(*found)) is not None:
+            return parameters
+    return Parameters({}, frozenset(), open=False) if not node.keywords else None
+
+
+def _from_fields(module: str, node: ast.ClassDef) -> Parameters | None:
+    annotations: dict[str, Any] = {}
+    required = set()
+    for item in node.body:
+        if isinstance(item, ast.AnnAssign) and isinstance(item.target, ast.Name):
+            if "ClassVar" in ast.unparse(item.annotation):
+                continue
+            if isinstance(item.value, ast.Call):  # field(...): may be kept out of the constructor
+                return None
+            annotations[item.target.id] = _annotation(module, item.annotation)
+            if item.value is None:
+                required.add(item.target.id)
+    return Parameters(annotations, frozenset(required), open=False)
 
 
 def _from_arguments(module: str, arguments: ast.arguments, skip: int) -> Parameters:
@@ -227,8 +279,8 @@ def _annotation(module: str, node: ast.expr | None) -> Any:
         plain = {"int": int, "float": float, "str": str, "bool": bool}
         if node.id in plain:
             return plain[node.id]
-        tree = _source(module)
-        for item in tree.body if tree else ():
+        source = _source(module)
+        for item in source[0].body if source else ():
             if isinstance(item, ast.Assign) and any(isinstance(t, ast.Name) and t.id == node.id for t in item.targets):
                 return _annotation(module, item.value)
     return None

