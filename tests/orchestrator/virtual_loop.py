@@ -6,30 +6,11 @@ It keeps its own books (attempts, outcomes, versions) and asserts the promises o
 import heapq
 import math
 import random
-from dataclasses import dataclass, field
 
-from virtual_world import LAWS, World, fate, skipped
+from virtual_world import LAWS, Attempt, Running, World, fate, skipped
 
 from async_rl.orchestrator.gate import CapacityGate
 from async_rl.orchestrator.planner import BatchPlanner
-
-
-@dataclass
-class Running:
-    version: int
-    admitted_s: float
-    heads: dict[int, int] = field(default_factory=dict)  # finished sample -> head
-    failed: int = 0
-    attempts: set[int] = field(default_factory=set)
-
-
-@dataclass
-class Attempt:
-    group: int
-    sample: int
-    failed_before: int
-    engine: int
-    head: int | None = None
 
 
 class VirtualLoop:

@@ -1,7 +1,7 @@
-"""The settings of the virtual loop, and what fate has in store for each group and batch."""
+"""The settings of the virtual loop, what fate has in store for each group and batch, and what is in flight."""
 
 import random
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import lru_cache
 
 LAWS = {
@@ -63,3 +63,21 @@ def fate(world: World, group_id: int) -> tuple[bool, tuple[int, ...]]:
 def skipped(world: World, batch_number: int) -> bool:
     """Whether the batch ends without an update: a function of its number alone."""
     return random.Random(world.seed * 7919 + batch_number).random() < world.skips
+
+
+@dataclass
+class Running:
+    version: int
+    admitted_s: float
+    heads: dict[int, int] = field(default_factory=dict)  # finished sample -> head
+    failed: int = 0
+    attempts: set[int] = field(default_factory=set)
+
+
+@dataclass
+class Attempt:
+    group: int
+    sample: int
+    failed_before: int
+    engine: int
+    head: int | None = None
