@@ -5,7 +5,6 @@ from __future__ import annotations
 import mmap
 import os
 import struct
-import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -28,10 +27,7 @@ def tensor_view(memory: mmap.mmap, entry: ManifestEntry) -> torch.Tensor:
     numel = torch.Size(entry.shape).numel()
     if numel == 0:
         return torch.empty(entry.shape, dtype=dtype)
-    with warnings.catch_warnings():
-        # torch warns that a tensor over read-only memory must not be written; nobody here writes it.
-        warnings.filterwarnings("ignore", message="The given buffer is not writable")
-        return torch.frombuffer(memory, dtype=dtype, count=numel, offset=entry.offset).view(entry.shape)
+    return torch.frombuffer(memory, dtype=dtype, count=numel, offset=entry.offset).view(entry.shape)
 
 
 class SharedMemoryBuffer(Buffer):

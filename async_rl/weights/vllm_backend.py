@@ -111,7 +111,8 @@ class SharedMemoryWeightTransferEngine(WeightTransferEngine):  # type: ignore[mi
                     f"{info.path} is not the buffer of version {info.version} (inode {status.st_ino}, {status.st_size} "
                     f"bytes; expected {info.inode}, {info.size}): its publisher was closed"
                 )
-            memory = mmap.mmap(descriptor, info.size, access=mmap.ACCESS_READ)
+            # Copy-on-write: a mapping that torch takes as writable and that can't change what the trainer wrote.
+            memory = mmap.mmap(descriptor, info.size, access=mmap.ACCESS_COPY)
         finally:
             os.close(descriptor)
         self._mappings[key] = memory
