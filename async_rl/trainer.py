@@ -194,7 +194,7 @@ class AsyncRLTrainer(pl.Trainer):
             finally:
                 self._close(datamodule)
         if self.end.reason == "running":
-            self.end = RunEnd(f"max_steps={self.max_steps} reached", EXIT_FINISHED)
+            self.end = RunEnd(self.ending, EXIT_FINISHED)
         if self.end.exit_code == EXIT_INTERRUPTED and self.global_step == 0:
             self.end = RunEnd(f"{self.end.reason} before the first step; nothing to resume from", EXIT_ERROR)
 
@@ -203,6 +203,11 @@ class AsyncRLTrainer(pl.Trainer):
         if not self.should_stop:
             self.end = RunEnd(reason, exit_code)
         self.should_stop = True
+
+    @property
+    def ending(self) -> str:
+        """Why the run is ending, for people; before it ends, what it is on its way to."""
+        return self.end.reason if self.should_stop else f"max_steps={self.max_steps} reached"
 
     @property
     def session(self) -> RolloutSession:
@@ -311,7 +316,7 @@ class AsyncRLTrainer(pl.Trainer):
             return
         policy = self.lightning_module
         sequences = [policy.tokenizer.encode(text) for text in _PARITY_TEXTS]
-        trainer_dtype = next((d for d in ("bfloat16", "float16") if d[:2] in self.precision), "float32")
+        trainer_dtype = {"bf": "bfloat16", "16": "float16"}.get(str(self.precision)[:2], "float32")
         with self.orchestrator.hold_loads():
             for engine in self.session.engines:
                 tolerance = mean_tolerance(trainer_dtype if engine.dtype == "auto" else engine.dtype, trainer_dtype)

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
-from async_rl.engines.base import SamplingParams
+import torch
+
+from async_rl.engines.base import Engine, SamplingParams
 from async_rl.environments.rollout import RolloutFunction, make_rollout
 from async_rl.orchestrator.ledger import Ledger
 from async_rl.orchestrator.orchestrator import Orchestrator
 from async_rl.orchestrator.settings import OrchestratorSettings
 from async_rl.session import RolloutSession
-from async_rl.weights.publishers import publisher_for
+from async_rl.weights.base import WeightPublisher
+from async_rl.weights.publishers import make_publisher
+from async_rl.weights.shared_memory import BACKEND as SHARED_MEMORY
 
 if TYPE_CHECKING:
     from async_rl.datamodule import RolloutDataModule
@@ -124,9 +129,25 @@ def open_session(trainer: AsyncRLTrainer, policy: PolicyModule, data: RolloutDat
     return RolloutSession(
         engines=data.engines,
         orchestrator=orchestrator,
-        publisher=publisher_for(data.engines, next(policy.parameters()).dtype),
+        publisher=_publisher_for(data.engines, policy),
         ledger=ledger,
         version=version,
         eval_prompts=data.eval_prompts,
         eval_rollout=rollout_with(data.eval_sampling),
     )
+
+
+def _publisher_for(engines: Sequence[Engine], policy: PolicyModule) -> WeightPublisher:
+    """One publisher that every engine of the run can load from."""
+    own = next(policy.parameters()).dtype
+    kinds = {
+        (getattr(e, "weight_backend", SHARED_MEMORY), own if e.dtype == "auto" else getattr(torch, e.dtype))
+        for e in engines
+    }
+    if len(kinds) > 1:
+        raise ValueError(
+            f"engine: the engines of one run must load weights the same way, but {', '.join(e.name for e in engines)} "
+            f"need {sorted(map(str, kinds))}; give them the same dtype and device"
+        )
+    backend, dtype = kinds.pop()
+    return make_publisher(backend, dtype, policy.device)

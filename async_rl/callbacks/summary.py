@@ -74,7 +74,7 @@ class RunSummary(RLCallback):
         f = self.figures
         if not f:
             return
-        table = Table(title=f"run ended: {trainer.ended_because()}", show_header=False, title_justify="left")
+        table = Table(title=f"run ended: {trainer.ending}", show_header=False, title_justify="left")
         table.add_column(style="bold")
         table.add_column()
         table.add_row("steps", f"{f['steps']} in {f['seconds']:.0f} s")
