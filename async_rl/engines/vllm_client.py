@@ -27,6 +27,8 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
+KILL_TIMEOUT_S = 2.0
+
 
 @dataclass(slots=True)
 class _Running:
@@ -135,7 +137,12 @@ class VLLMClient:
         for sentinel in self._sentinels:
             self._loop.remove_reader(sentinel)
         self._fail(EngineError(f"engine {self.name} was closed"))
-        self._llm.shutdown(timeout=0.0)
+        processes = self._llm.engine_core.resources.engine_manager.processes
+        self._llm.shutdown(
+            timeout=0.0
+        )  # SIGKILL: there is nothing in it to be saved, and its own way out takes seconds
+        for process in processes:
+            process.join(KILL_TIMEOUT_S)
 
     def _check_alive(self) -> None:
         if self._failed.done():
