@@ -77,6 +77,7 @@ class ModelConfig:
     revision: Annotated[str | None, Key("branch, tag or commit on the Hub")]
     micro_batch_tokens: Annotated[int, Key("tokens of a forward and backward pass", ge=1)]
     gradient_checkpointing: Annotated[bool, Key("recompute activations instead of keeping them")]
+    share_prefix: Annotated[Literal["auto"] | bool, Key("compute common beginnings of sequences once")]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -185,10 +186,11 @@ class OptimizerExtras:
     """Keys of ``optimizer`` that are ours and not the optimizer's."""
 
     lr_schedule: Annotated[
-        Literal["constant", "linear", "cosine"], Key("course of the learning rate after the warm-up")
+        Literal["constant", "linear", "cosine"] | Component,
+        Key("course of the learning rate after the warm-up, or a _target_ node"),
     ]
     warmup_steps: Annotated[int, Key("steps over which the learning rate rises to lr", ge=0)]
-    gradient_clip_val: Annotated[float | None, Key("largest gradient norm; null: no clipping", gt=0)]
+    gradient_clip_val: Annotated[float, Key("largest gradient norm; 0: no clipping", ge=0)]
 
 
 COMPONENT_RANGES: Mapping[str, Range] = {

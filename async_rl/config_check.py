@@ -225,6 +225,15 @@ def _sampling_rules(c: RunConfig) -> Iterator[Problem]:
             "0 makes all rollouts of a prompt the same, so there is nothing to learn from; give a number > 0 "
             "(greedy evaluation is run.evaluation.sampling.temperature=0)",
         )
+    full = {"top_p": 1.0, "top_k": 0, "min_p": 0.0}
+    for name, value in full.items():
+        if (given := getattr(c.rollout.sampling, name)) != value:
+            yield Problem(
+                f"rollout.sampling.{name}",
+                f"{given} samples from some of the tokens only, while the trainer's probabilities are over all of "
+                f"them: every importance ratio would be wrong; set it to {value:g} (for evaluation alone: "
+                f"run.evaluation.sampling.{name})",
+            )
     longest = c.engine.get("max_model_len")
     if _is_number(longest):
         for section, sampling in (("rollout", c.rollout.sampling), ("run.evaluation", c.run.evaluation.sampling)):

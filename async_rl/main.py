@@ -6,6 +6,7 @@ import logging
 import os
 import sys
 import traceback
+import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict
@@ -117,19 +118,18 @@ def build(
 
     from async_rl.models import resolve_model
 
+    _quieten_libraries()
     pl.seed_everything(config.seed, workers=True, verbose=False)
     if config.hardware.trainer_threads is not None:
         torch.set_num_threads(config.hardware.trainer_threads)
     model = resolve_model(config.model.name_or_path, config.model.revision)
     environment = _build_environments(config.environment)
-    engine = hydra.utils.instantiate(dict(config.engine), model=str(model.path))
-    datamodule = _build_datamodule(config, environment, engine)
-    policy = _build_policy(config, model)
-    trainer = _build_trainer(config)
     facts = _facts(config, choices, model, environment)
     record.start(facts)
     print("\n".join(f"{name:<8} {value}" for name, value in facts.items()), flush=True)
-    return trainer, policy, datamodule
+    engine = hydra.utils.instantiate(dict(config.engine), model=str(model.path))
+    datamodule = _build_datamodule(config, environment, engine)
+    return _build_trainer(config), _build_policy(config, model), datamodule
 
 
 def _build_environments(node: Component) -> Any:
@@ -166,6 +166,8 @@ def _build_policy(config: RunConfig, model: ResolvedModel) -> PolicyModule:
 
     extras = optimizer_extras(config.optimizer)
     optimizer = {name: value for name, value in config.optimizer.items() if name not in extras}
+    if isinstance(extras["lr_schedule"], Mapping):
+        extras["lr_schedule"] = hydra.utils.instantiate({**extras["lr_schedule"], "_partial_": True})
     return PolicyModule(
         model=str(model.path),
         advantage=hydra.utils.instantiate(dict(config.algorithm.advantage)),
@@ -173,6 +175,8 @@ def _build_policy(config: RunConfig, model: ResolvedModel) -> PolicyModule:
         optimizer=hydra.utils.instantiate({**optimizer, "_partial_": True}),
         micro_batch_tokens=config.model.micro_batch_tokens,
         gradient_checkpointing=config.model.gradient_checkpointing,
+        share_prefix=config.model.share_prefix,
+        temperature=config.rollout.sampling.temperature,
         max_nonfinite_steps=config.run.max_nonfinite_steps,
         **extras,
     )
@@ -212,14 +216,15 @@ def _build_trainer(config: RunConfig) -> AsyncRLTrainer:
 
 def _facts(config: RunConfig, choices: Mapping[str, Any], model: ResolvedModel, environment: Any) -> dict[str, str]:
     """What the header shows and run.json keeps."""
-    environments = environment if isinstance(environment, Mapping) else {"": environment}
+    nodes = [config.environment] if "_target_" in config.environment else list(config.environment.values())
+    environments = list(environment.values()) if isinstance(environment, Mapping) else [environment]
     engine = str(config.engine["_target_"]).rpartition(".")[2]
     if choices.get("engine") == "auto":
         engine += f" (engine=auto: {compose.choose_engine().why})"
     return {
         "recipe": f"{compose.recipe_name(choices)}, seed {config.seed}",
-        "model": f"{model.name} from {model.source}",
-        "data": "; ".join(str(getattr(e, "source", "") or type(e).__name__) for e in environments.values()),
+        "model": f"{model.name}, {model.source}",
+        "data": "; ".join(getattr(e, "source", "") or _call(n) for e, n in zip(environments, nodes, strict=True)),
         "engine": f"{engine}, {config.engine.get('dtype', 'its own dtype')}",
         "device": f"{config.hardware.accelerator}, {os.cpu_count()} cores, {config.hardware.precision}",
         "steps": (
@@ -230,12 +235,31 @@ def _facts(config: RunConfig, choices: Mapping[str, Any], model: ResolvedModel, 
     }
 
 
+def _call(node: Component) -> str:
+    """A component as the call that makes it: ``Arithmetic(digits=1)``."""
+    arguments = ", ".join(f"{name}={value!r}" for name, value in node.items() if not name.startswith("_"))
+    return f"{str(node['_target_']).rpartition('.')[2]}({arguments})"
+
+
+def _quieten_libraries() -> None:
+    """Leave out what other libraries say about themselves when nothing is wrong."""
+    from transformers.utils import logging as hf_logging
+
+    hf_logging.disable_progress_bar()
+    for name in ("lightning.pytorch", "lightning.fabric", "httpx"):
+        logging.getLogger(name).setLevel(logging.WARNING)
+    for message in (
+        r".*isinstance\(treespec",
+        r".*overridden `transfer_batch_to_device`",
+        r".*does not have many workers",
+    ):
+        warnings.filterwarnings("ignore", message=message)
+
+
 @contextmanager
 def _logging(file: Path) -> Iterator[None]:
-    """Our messages on the error stream and in a file; other libraries only when something is wrong."""
+    """Our messages on the error stream and in a file."""
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-    for noisy in ("lightning.pytorch", "lightning.fabric", "httpx"):
-        logging.getLogger(noisy).setLevel(logging.WARNING)
     console, to_file = logging.StreamHandler(), logging.FileHandler(file)
     console.setFormatter(_Plain())
     to_file.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
