@@ -32,6 +32,7 @@ class SleepingEngine:
     version = -1
 
     async def load_weights(self, version: int, source: Any) -> None:
+        """Loads nothing."""
         self.version = version
 
 
@@ -39,7 +40,7 @@ class NoWeights:
     """Weights that need no memory."""
 
     def release(self) -> None:
-        pass
+        """Frees nothing."""
 
 
 def make_rollout(sleep_s: float) -> Any:
@@ -63,7 +64,9 @@ def make_rollout(sleep_s: float) -> Any:
     return rollout
 
 
-def measure(sleep_ms: int, concurrent: int, group_size: int, with_ledger: bool, trajectories: int, threads: int) -> dict:
+def measure(
+    sleep_ms: int, concurrent: int, group_size: int, with_ledger: bool, trajectories: int, threads: int
+) -> dict:
     """One row: run until ``trajectories`` are trained and take the time."""
     batch_size = max(concurrent // group_size, 1)
     steps = -(-trajectories // (batch_size * group_size))

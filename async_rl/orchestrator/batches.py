@@ -112,6 +112,13 @@ class BatchSource:
                 self._books.end_batch(outcome)
         self._open = None
 
+    def not_replayed(self) -> list[int]:
+        """Groups of recorded batches that were not trained again; a batch being trained again included."""
+        batches = [*self._replay]
+        if self._open is not None and self._open_is_replayed:
+            batches.append(self._open.groups)
+        return [group.id for groups in batches for group in groups]
+
     def _steps_over(self) -> bool:
         return self._settings.max_steps is not None and self._books.trained_version >= self._settings.max_steps
 

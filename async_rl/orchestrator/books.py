@@ -29,6 +29,8 @@ class Books:
         settings: Group size and quorum.
         rollout: What runs one attempt of a training sample.
         recovery: What an earlier process left.
+        reissue: Its unfinished groups of which samples are finished: they are in the system from the start, for these
+            samples have deadlines.
     """
 
     def __init__(
@@ -42,6 +44,7 @@ class Books:
         settings: OrchestratorSettings,
         rollout: RolloutFn,
         recovery: Recovery,
+        reissue: Sequence[Admission],
     ) -> None:
         self._room = room
         self._gate = gate
@@ -54,9 +57,10 @@ class Books:
         self.admission_open = False
         self.admission_over = False
         self.prompts_over = False
-        self.replaying = len(recovery.batches)
+        self._replaying = len(recovery.batches)
+        self._resume_version = recovery.version + self._replaying
         self.ended = Counter({Outcome(name): count for name, count in recovery.ended.items()})
-        self._running: dict[int, EngineSlot] = {}
+        self._running: dict[int, EngineSlot | None] = {}
         self._kept: dict[int, tuple[Group, int | None]] = {}
         self._in_batch: tuple[int, ...] = ()
         self.admitted = len(recovery.kept) + sum(map(len, recovery.batches)) + self.ended.total()
@@ -68,50 +72,69 @@ class Books:
             )
             self._planner.keep(group.id, head)
             self._kept[group.id] = group, head
+        self._to_relaunch = list(reissue)
+        for admission in reissue:
+            self._enter(admission, self._resume_version)
+            self._running[admission.group_id] = None
 
     # admission
 
     def capacity(self) -> tuple[int, str]:
-        """How many groups may be admitted now, and what limits it."""
+        """How many groups may be launched now, and what limits it.
+
+        After a resume nothing is launched before the recorded batches are trained and the engines serve that version:
+        an older one would give groups deadlines that the record knows nothing of.
+        """
         with self._room.lock:
             if self.admission_over or not self.admission_open:
                 return 0, "stopped" if self.admission_over else "paused"
-            if self.replaying:
+            served = min((slot.served.value for slot in self._slots if slot.open), default=None)
+            if served is None:
+                return 0, "engines"
+            if self._replaying or served < self._resume_version:
                 return 0, "replay"
+            if self._to_relaunch:
+                return len(self._to_relaunch), "reissue"
             if self.prompts_over:
                 return 0, "prompts"
-            open_slots = [slot for slot in self._slots if slot.open]
-            if not open_slots:
-                return 0, "engines"
-            return self._gate.capacity(self._trained.value, min(slot.served.value for slot in open_slots))
+            return self._gate.capacity(self._trained.value, served)
 
     def admit(self, waiting: deque[Admission]) -> list[Flight]:
-        """Admit from the front of ``waiting`` as many groups as may come in now, each to the least busy open engine."""
+        """Launch from the front of ``waiting`` what may come in now, each group on the least busy open engine."""
         with self._room.lock:
-            count = min(self.capacity()[0], len(waiting))
-            if count <= 0:
-                return []
-            slots = [slot for slot in self._slots if slot.open]
-            served = min(slot.served.value for slot in slots)
+            count = self.capacity()[0]
+            if self._to_relaunch and count:
+                again, self._to_relaunch = self._to_relaunch, []
+                return [self._fly(admission, self._version_of(admission, self._resume_version)) for admission in again]
             flights = []
-            for _ in range(count):
-                group_id, prompt, landed = waiting.popleft()
-                slot = slots[0] if len(slots) == 1 else min(slots, key=lambda s: s.flights)
-                self._gate.admit(group_id)
-                missing, version = self._samples, served
-                if landed:  # re-issued: its finished samples carry older stamps, and hold no places
-                    missing = tuple(i for i in missing if i not in landed)
-                    version = min([served, *(t.head for t in landed.values() if t.head is not None)])
-                    for _ in landed:
-                        self._gate.trajectory_ended(group_id)
-                self._planner.admitted(group_id, version)
-                slot.flights += 1
-                self.admitted += 1
-                self._running[group_id] = slot
-                flights.append(
-                    Flight(group_id, prompt, version, slot, self._rollout, missing, dict(landed), self._needed)
-                )
+            for _ in range(min(count, len(waiting))):
+                admission = waiting.popleft()
+                served = min(slot.served.value for slot in self._slots if slot.open)
+                self._enter(admission, served)
+                flights.append(self._fly(admission, self._version_of(admission, served)))
             return flights
+
+    @staticmethod
+    def _version_of(admission: Admission, served: int) -> int:
+        """What the group counts as until it is finished: samples finished earlier carry older stamps."""
+        heads = (t.head for t in admission.landed.values())
+        return min((head for head in heads if head is not None), default=served)
+
+    def _enter(self, admission: Admission, served: int) -> None:
+        self._gate.admit(admission.group_id)
+        self._planner.admitted(admission.group_id, self._version_of(admission, served))
+        for _ in admission.landed:
+            self._gate.trajectory_ended(admission.group_id)
+        self.admitted += 1
+
+    def _fly(self, admission: Admission, version: int) -> Flight:
+        slots = [slot for slot in self._slots if slot.open]
+        slot = slots[0] if len(slots) == 1 else min(slots, key=lambda s: s.flights)
+        slot.flights += 1
+        self._running[admission.group_id] = slot
+        landed = dict(admission.landed)
+        missing = tuple(i for i in self._samples if i not in landed) if landed else self._samples
+        return Flight(admission.group_id, admission.prompt, version, slot, self._rollout, missing, landed, self._needed)
 
     # rollouts
 
@@ -140,6 +163,8 @@ class Books:
 
     def _left_engine(self, group_id: int) -> None:
         slot = self._running.pop(group_id)
+        if slot is None:
+            raise LookupError(f"group {group_id} landed before it was launched")
         slot.flights -= 1
         if slot.flights == 0 and slot.drains:
             self._room.engines.notify_all()
@@ -148,7 +173,7 @@ class Books:
 
     def data_is_over(self) -> bool:
         """Whether no group will ever be admitted again."""
-        return (self.prompts_over or self.admission_over) and not self.replaying
+        return (self.prompts_over or self.admission_over) and not self._replaying
 
     def plan(self, *, short_ok: bool) -> tuple[Plan, tuple[Group, ...]]:
         """Ask the planner for the batch of this step; its groups stay in the system until :meth:`end_batch`."""
@@ -170,10 +195,12 @@ class Books:
     def end_replayed_batch(self, size: int, outcome: Outcome) -> None:
         """End a batch that was trained again from the record; its groups are not in the system."""
         with self._room.lock:
-            self.replaying -= 1
+            self._replaying -= 1
             self.ended[outcome] += size
             if outcome is Outcome.TRAINED:
                 self._trained.advance_to(self._trained.value + 1)
+            else:
+                self._resume_version -= 1  # the record had an update there that this time was none
             self._room.capacity.notify_all()
 
     def end_kept(self, outcome: Outcome) -> list[int]:
@@ -183,9 +210,15 @@ class Books:
             self._end(ids, outcome)
             return ids
 
-    def end_everything(self, outcome: Outcome) -> tuple[list[int], list[int]]:
-        """End what is left when the run closes: ids that were finished, ids that were running."""
+    def end_everything(self, outcome: Outcome, *, recorded: int) -> tuple[list[int], list[int]]:
+        """End what is left when the run closes: ids that were finished, ids that were running.
+
+        Args:
+            outcome: How they end.
+            recorded: Groups of recorded batches that were not trained again; they end too.
+        """
         with self._room.lock:
+            self.ended[outcome] += recorded
             kept, running = list(self._kept), list(self._running)
             self._end([*kept, *running], outcome)
             self._running.clear()

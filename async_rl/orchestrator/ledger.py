@@ -77,6 +77,7 @@ class Ledger:
             self._db.execute("PRAGMA journal_mode=WAL")
             self._db.execute("PRAGMA synchronous=FULL")
             self._db.executescript(_SCHEMA)
+            (self._holds_a_run,) = self._db.execute("SELECT EXISTS (SELECT 1 FROM admissions)").fetchone()
         except sqlite3.Error as error:
             raise LedgerError(f"can't open the run's record {self.path}: {error}") from error
 
@@ -101,12 +102,13 @@ class Ledger:
     def record_batch(self, batch: Batch) -> threading.Event:
         """Write a batch down; the event is set once it is on the disk."""
         written = threading.Event()
-        self._queue("batches", [(batch, written)])
+        self._queue("batches", [batch])
+        self._queue("tickets", [written])
         return written
 
     def end_batch(self, version: int, outcome: Outcome, reason: str) -> None:
         """The last recorded batch of ``version`` was trained or dropped."""
-        self._queue("batch_endings", [(version, outcome, reason)])
+        self._queue("batches", [(version, outcome, reason)])
 
     def _queue(self, kind: str, items: Sequence[Any]) -> None:
         if items:
@@ -118,7 +120,13 @@ class Ledger:
     # the writer thread
 
     def run(self) -> None:
-        """The writer thread's body: one transaction for whatever is waiting, until :meth:`stop` and nothing waits."""
+        """The writer thread's body: one transaction for whatever is waiting, until :meth:`stop` and nothing waits.
+
+        Raises:
+            LedgerError: A write failed, or the file holds another run that was not recovered.
+        """
+        if self._holds_a_run:
+            raise LedgerError(f"{self.path} is the record of an earlier run: resume it, or use another run_dir")
         with self._changed:
             self._running = True
         try:
@@ -149,7 +157,7 @@ class Ledger:
                 f"can't write the run's record {self.path}: {error}; what was committed before is kept"
             ) from error
         self.commit_s += time.monotonic() - began_s
-        for _, (_, written) in queued.get("batches", ()):
+        for _, written in queued.get("tickets", ()):
             written.set()
 
     def _write(self, queued: Mapping[str, list[tuple[float, Any]]]) -> None:
@@ -169,17 +177,19 @@ class Ledger:
         )
         endings = [(i, str(outcome), reason, at_s) for at_s, (i, outcome, reason) in queued.get("endings", ())]
         self._insert("endings", endings)
-        for at_s, (batch, _) in queued.get("batches", ()):
-            self._db.execute(
-                "INSERT INTO batches (version, group_ids, advantages, planned_s) VALUES (?, ?, ?, ?)",
-                (batch.version, json.dumps([g.id for g in batch.groups]), json.dumps(batch.advantages), at_s),
-            )
-        for at_s, (version, outcome, reason) in queued.get("batch_endings", ()):
-            self._db.execute(
-                "UPDATE batches SET outcome = ?, reason = ?, ended_s = ? "
-                "WHERE batch_id = (SELECT max(batch_id) FROM batches WHERE version = ?)",
-                (str(outcome), reason, at_s, version),
-            )
+        for at_s, batch in queued.get("batches", ()):
+            if isinstance(batch, Batch):
+                self._db.execute(
+                    "INSERT INTO batches (version, group_ids, advantages, planned_s) VALUES (?, ?, ?, ?)",
+                    (batch.version, json.dumps([g.id for g in batch.groups]), json.dumps(batch.advantages), at_s),
+                )
+            else:
+                version, outcome, reason = batch
+                self._db.execute(
+                    "UPDATE batches SET outcome = ?, reason = ?, ended_s = ? "
+                    "WHERE batch_id = (SELECT max(batch_id) FROM batches WHERE version = ?)",
+                    (str(outcome), reason, at_s, version),
+                )
 
     def _insert(self, table: str, rows: Sequence[tuple[Any, ...]], verb: str = "INSERT") -> None:
         """Many rows per statement: every call into SQLite gives up the interpreter lock, and a busy loop keeps it long.
@@ -231,39 +241,47 @@ class Ledger:
             self._db.execute("BEGIN IMMEDIATE")
             recovery = self._recover(version)
             self._db.execute("COMMIT")
+            self._holds_a_run = False
         except sqlite3.Error as error:
             raise LedgerError(f"can't read the run's record {self.path}: {error}") from error
         return recovery
 
     def _recover(self, version: int) -> Recovery:
-        db = self._db
+        db, dropped = self._db, str(Outcome.DROPPED)
         recorded = [
-            json.loads(ids)
-            for (ids,) in db.execute(
-                "SELECT group_ids FROM batches WHERE version >= ? AND outcome IS NOT ? ORDER BY batch_id",
-                (version, str(Outcome.DROPPED)),
+            (at, json.loads(ids))
+            for at, ids in db.execute(
+                "SELECT version, group_ids FROM batches WHERE outcome IS NOT ? ORDER BY batch_id", (dropped,)
             )
         ]
-        replayed = [group_id for ids in recorded for group_id in ids]
-        db.execute("UPDATE batches SET outcome = NULL, reason = NULL, ended_s = NULL WHERE version >= ? AND "
-                   "outcome IS NOT ?", (version, str(Outcome.DROPPED)))  # fmt: skip
+        # The checkpoint has what was trained before it, even where the process died before it wrote the endings.
+        trained = [i for at, ids in recorded if at < version for i in ids]
+        replayed = {i for at, ids in recorded if at >= version for i in ids}
         db.execute("DELETE FROM endings WHERE outcome = ?", (str(Outcome.SAVED),))
         db.executemany("DELETE FROM endings WHERE group_id = ?", [(i,) for i in replayed])
+        db.executemany(
+            "INSERT OR IGNORE INTO endings VALUES (?, ?, '', ?)",
+            [(i, str(Outcome.TRAINED), time.time()) for i in trained],
+        )
+        db.execute(
+            "UPDATE batches SET outcome = NULL, reason = NULL, ended_s = NULL WHERE version >= ? AND outcome IS NOT ?",
+            (version, dropped),
+        )
         (next_group_id,) = db.execute("SELECT coalesce(max(group_id), -1) + 1 FROM admissions").fetchone()
-        going_on = [
+        open_groups = [
             (group_id, kept)
             for group_id, kept in db.execute(
                 "SELECT group_id, k.group_id IS NOT NULL FROM admissions LEFT JOIN keeps k USING (group_id) "
                 "LEFT JOIN endings e USING (group_id) WHERE e.group_id IS NULL ORDER BY group_id"
             )
-            if group_id not in set(replayed)
+            if group_id not in replayed
         ]
         return Recovery(
             version=version,
             next_group_id=next_group_id,
-            batches=tuple(tuple(self._group(i) for i in ids) for ids in recorded),
-            kept=tuple(self._group(i) for i, kept in going_on if kept),
-            unfinished=tuple((i, self._trajectories(i)) for i, kept in going_on if not kept),
+            batches=tuple(tuple(self._group(i) for i in ids) for at, ids in recorded if at >= version),
+            kept=tuple(self._group(i) for i, kept in open_groups if kept),
+            unfinished=tuple((i, self._trajectories(i)) for i, kept in open_groups if not kept),
             ended=dict(db.execute("SELECT outcome, count(*) FROM endings GROUP BY outcome")),
         )
 

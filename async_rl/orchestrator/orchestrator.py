@@ -109,6 +109,7 @@ class Orchestrator:
             )
             for i, engine in enumerate(engines)
         ]
+        unfinished = [_reissue(prompts, group_id, landed) for group_id, landed in recovery.unfinished]
         gate = CapacityGate(
             batch_size=s.batch_size,
             group_size=s.group_size,
@@ -128,6 +129,7 @@ class Orchestrator:
             settings=s,
             rollout=rollout,
             recovery=recovery,
+            reissue=[admission for admission in unfinished if admission.landed],
         )
         self._meters = Meters()
         self._metrics = MetricsLoop(
@@ -143,7 +145,6 @@ class Orchestrator:
             replay=recovery.batches,
         )
         self._train_sink = TrainSink(
-            room,
             self._books,
             ledger,
             self._meters,
@@ -164,7 +165,7 @@ class Orchestrator:
             room,
             self._books,
             prompts,
-            reissue=[_reissue(prompts, group_id, landed) for group_id, landed in recovery.unfinished],
+            reissue=[admission for admission in unfinished if not admission.landed],
             next_group_id=recovery.next_group_id,
             record=ledger.admit,
             launch=lambda flights: spread(flights, self._rollout_threads, self._turn),
@@ -226,8 +227,8 @@ class Orchestrator:
     def close(self, timeout_s: float) -> list[str]:
         """Stop every thread and end every group; idempotent, bounded, never raises.
 
-        Groups that were finished end as saved(finished), those in flight as saved(unfinished): a resumed run carries
-        the former and runs the latter again.
+        Groups that were finished end as saved(finished), those in flight as saved(unfinished), those of recorded
+        batches not yet trained again as saved(recorded): a resumed run goes on with each.
 
         Returns:
             Names of the threads that were still running after ``timeout_s``.
@@ -239,9 +240,10 @@ class Orchestrator:
             with self._room.lock:
                 self._closed = True
                 self._books.admission_over = True
-                kept, running = self._books.end_everything(Outcome.SAVED)
-                self._ledger.end([(group_id, Outcome.SAVED, "finished") for group_id in kept])
-                self._ledger.end([(group_id, Outcome.SAVED, "unfinished") for group_id in running])
+                recorded = self._batches.not_replayed()
+                kept, running = self._books.end_everything(Outcome.SAVED, recorded=len(recorded))
+                for reason, ids in (("recorded", recorded), ("finished", kept), ("unfinished", running)):
+                    self._ledger.end([(group_id, Outcome.SAVED, reason) for group_id in ids])
             for thread in self._rollout_threads:
                 thread.stop()
             self._ledger.stop()

@@ -13,7 +13,6 @@ if TYPE_CHECKING:
     from async_rl.orchestrator.books import Books
     from async_rl.orchestrator.ledger import AnyLedger
     from async_rl.orchestrator.metrics import Meters
-    from async_rl.orchestrator.room import Room
     from async_rl.orchestrator.settings import OrchestratorSettings
 
 
@@ -24,10 +23,12 @@ class RolloutFailureError(RuntimeError):
 class TrainSink:
     """Decides what a finished group becomes and enters it into ledger and books, a landing at a time.
 
+    Called by one thread at a time: its caller holds the room's lock, so that a landing enters whole or, once the run
+    closes, not at all.
+
     Args:
-        room: The lock, for the streaks below.
         books: Where every group is.
-        ledger: The record; written before the books, so that no batch can name a group that is not in it.
+        ledger: The record.
         meters: Counters for the metrics loop.
         emit: Takes events for the main thread.
         fail: Takes a failure of the run.
@@ -36,7 +37,6 @@ class TrainSink:
 
     def __init__(
         self,
-        room: Room,
         books: Books,
         ledger: AnyLedger,
         meters: Meters,
@@ -45,7 +45,6 @@ class TrainSink:
         fail: Callable[[BaseException], None],
         settings: OrchestratorSettings,
     ) -> None:
-        self._room = room
         self._books = books
         self._ledger = ledger
         self._meters = meters
@@ -54,39 +53,39 @@ class TrainSink:
         self._settings = settings
         self._failures_in_a_row = 0
         self._first_failure: BaseException | None = None
-        self._empty = _EmptyStreak()
+        self._empty = EmptyStreak()
 
     def land(self, landing: Landing) -> None:
-        """Take what ended; called on rollout threads."""
+        """Take what ended on a rollout thread."""
         kept: list[tuple[Group, int | None]] = []
         out: list[tuple[int, Outcome, str]] = []
         groups: list[Group] = []
-        errors: list[BaseException] = []
         for flight in landing.finished:
             if flight.error is not None:
                 out.append((flight.group_id, Outcome.FAILED, reason_of(flight.error)))
-                errors.append(flight.error)
+                self._count_empty(flight)
                 continue
             group = flight.group()
             groups.append(group)
             if self._settings.filter_zero_variance and _rewards_are_equal(group):
                 out.append((group.id, Outcome.FILTERED, "zero_variance"))
+                self._count_empty(flight)
             else:
                 kept.append((group, group.head))
+                self._empty = EmptyStreak() if self._empty.groups else self._empty
+            self._emit(Event("rollout_end", group))
         self._ledger.land(landing.landed)
         self._ledger.keep([group for group, _ in kept])
         self._ledger.end(out)
         self._books.settle(landing.ended, kept, [(group_id, outcome) for group_id, outcome, _ in out])
-        self._meters.landed(groups, landing, kept=len(kept), failed=len(errors))
-        for group in groups:
-            self._emit(Event("rollout_end", group))
-        with self._room.lock:
-            self._count_failures(landing.outcomes)
-            report = (
-                self._empty.add(landing.finished, bool(kept), self._settings.batch_size) if landing.finished else None
-            )
-        if report is not None:
-            self._emit(Event("empty_batch", report))
+        self._meters.landed(groups, landing, kept=len(kept), failed=len(landing.finished) - len(groups))
+        self._count_failures(landing.outcomes)
+
+    def _count_empty(self, flight: Flight) -> None:
+        self._empty.add(flight)
+        if self._empty.groups >= self._settings.batch_size:
+            self._emit(Event("empty_batch", self._empty.report()))
+            self._empty = EmptyStreak()
 
     def _count_failures(self, outcomes: Sequence[BaseException | None]) -> None:
         for error in outcomes:
@@ -112,34 +111,28 @@ def _rewards_are_equal(group: Group) -> bool:
     return all(t.reward == first for t in group.trajectories)
 
 
-class _EmptyStreak:
-    """Groups that ended since one was kept."""
+class EmptyStreak:
+    """Groups that ended since one was kept, and what they brought instead."""
 
     def __init__(self) -> None:
-        self._groups = 0
+        self.groups = 0
         self._rewards: Counter[float] = Counter()
         self._failures: Counter[str] = Counter()
         self._first_error: BaseException | None = None
 
-    def add(self, flights: Sequence[Flight], any_kept: bool, batch_size: int) -> EmptyBatchReport | None:
-        """Count flights that are over; a report once ``batch_size`` groups in a row brought nothing."""
-        if any_kept:
-            if self._groups:
-                self.__init__()  # type: ignore[misc]
-            return None
-        for flight in flights:
-            self._groups += 1
-            if flight.error is not None:
-                self._failures[reason_of(flight.error)] += 1
-                self._first_error = self._first_error or flight.error
-            for trajectory in flight.landed.values():
-                if len(self._rewards) < 20 or trajectory.reward in self._rewards:
-                    self._rewards[trajectory.reward] += 1
-        if self._groups < batch_size:
-            return None
-        report = EmptyBatchReport(self._groups, dict(self._rewards), dict(self._failures), self._first_error)
-        self.__init__()  # type: ignore[misc]
-        return report
+    def add(self, flight: Flight) -> None:
+        """Count a group that was filtered or failed."""
+        self.groups += 1
+        if flight.error is not None:
+            self._failures[reason_of(flight.error)] += 1
+            self._first_error = self._first_error or flight.error
+        for trajectory in flight.landed.values():
+            if len(self._rewards) < 20 or trajectory.reward in self._rewards:
+                self._rewards[trajectory.reward] += 1
+
+    def report(self) -> EmptyBatchReport:
+        """What to tell the user."""
+        return EmptyBatchReport(self.groups, dict(self._rewards), dict(self._failures), self._first_error)
 
 
 class EvalSink:
