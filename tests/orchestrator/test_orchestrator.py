@@ -129,12 +129,14 @@ def test_age_counts_from_the_oldest_token():
 
 
 def test_an_engine_that_stamps_older_than_the_admission_is_a_failure():
+    """DESIGN promise 4: head >= v at admission."""
+
     async def rollout(task, engine):
-        return finished(task, engine, head=max(engine.version - 1, 0))
+        return finished(task, engine, head=2)
 
     with (
-        running(rollout, max_staleness=2) as orchestrator,
-        pytest.raises(ValueError, match=r"has head version \d, older"),
+        running(rollout, start_version=3, max_staleness=2) as orchestrator,
+        pytest.raises(ValueError, match="has head version 2, older than version 3 at its admission"),
     ):
         train(orchestrator)
 
