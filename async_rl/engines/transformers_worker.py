@@ -97,6 +97,16 @@ class LoadedModel:
             mine[name].copy_(tensor)
 
 
+def bind_threads(count: int) -> None:
+    """Use ``count`` CPU threads for this thread's tensor operations, and as many as before for everybody else's."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(count)
+    # The call also sets what threads born later start with; a thread that ends at once puts that back.
+    restore = threading.Thread(target=torch.set_num_threads, args=(before,))
+    restore.start()
+    restore.join()
+
+
 def find_dtype(settings: WorkerSettings) -> torch.dtype:
     """The dtype of that name; ``"auto"`` is the one the model directory was written in."""
     if settings.dtype == "auto":
@@ -202,7 +212,7 @@ class TransformersWorker:
     def _run(self) -> None:
         try:
             if self._settings.threads is not None:
-                torch.set_num_threads(self._settings.threads)
+                bind_threads(self._settings.threads)
             model = LoadedModel(self._settings)
             batch = DecodeBatch(model.model, model.device)
             self.ready.set_result(model)

@@ -468,3 +468,17 @@ def test_a_model_with_a_sliding_window(tiny_model_dir: Path, tmp_path: Path) -> 
 def test_impossible_settings_are_refused_by_name(kwargs: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match=rf"engine\.{next(iter(kwargs))}="):
         TransformersEngine("model", **kwargs)
+
+
+def test_the_engines_thread_count_is_its_own(tiny_model_dir: Path, models: list[Any]) -> None:
+    before = torch.get_num_threads()
+    seen: list[int] = []
+
+    async def talk(engine: TransformersEngine) -> None:
+        await engine.generate(request())
+        newborn = threading.Thread(target=lambda: seen.append(torch.get_num_threads()))
+        newborn.start()
+        newborn.join()
+
+    run(tiny_model_dir, talk, models, threads=before + 1)
+    assert [torch.get_num_threads(), *seen] == [before, before]
