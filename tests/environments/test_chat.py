@@ -165,12 +165,17 @@ THINK_ADDING = (
 )
 
 
-@pytest.mark.parametrize("template", [THINK_DROPPING, REORDERING, THINK_ADDING])
-@pytest.mark.parametrize("turn", ["<think>hm</think>7<|im_end|>", "<|im_end|>"])
+@pytest.mark.parametrize(
+    ("template", "turn"),
+    [
+        (THINK_DROPPING, "<think>hm</think>7<|im_end|>"),
+        (REORDERING, "7<|im_end|>"),
+        (THINK_ADDING, "7<|im_end|>"),
+        (THINK_ADDING, "<|im_end|>"),
+    ],
+)
 def test_a_template_that_rewrites_earlier_turns_is_refused(tokenizer: Any, template: str, turn: str) -> None:
     """CASES 28."""
-    if template == THINK_DROPPING and turn == "<|im_end|>":
-        pytest.skip("nothing to drop")
     tokenizer.chat_template = template
     chat = make_chat(engine_saying(tokenizer, turn, "8<|im_end|>"), tokenizer)
 
@@ -182,11 +187,25 @@ def test_a_template_that_rewrites_earlier_turns_is_refused(tokenizer: Any, templ
         asyncio.run(talk())
 
 
-def test_a_template_that_only_trims_is_fine(tokenizer: Any) -> None:
-    tokenizer.chat_template = (
-        "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] | trim }}<|im_end|>\n{% endfor %}"
-        "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
-    )
+TRIMMING = (
+    "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] | trim }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+BRACKETS = (  # in the manner of Llama 2 and Mistral: no generation prompt, spaces around the model's turn
+    "{% for m in messages %}{% if m['role'] == 'user' %}[INST] {{ m['content'] }} [/INST]"
+    "{% else %} {{ m['content'] | trim }} <|im_end|>{% endif %}{% endfor %}"
+)
+
+
+@pytest.mark.parametrize(
+    ("template", "expected"),
+    [
+        (TRIMMING, "assistant\n 7\n<|im_end|>\n<|im_start|>user\ntwo<|im_end|>\n<|im_start|>assistant\n8<|im_end|>"),
+        (BRACKETS, "[INST] one [/INST] 7\n<|im_end|>[INST] two [/INST]8<|im_end|>"),
+    ],
+)
+def test_a_template_that_only_differs_in_white_space_is_fine(tokenizer: Any, template: str, expected: str) -> None:
+    tokenizer.chat_template = template
     chat = make_chat(engine_saying(tokenizer, " 7\n<|im_end|>", "8<|im_end|>"), tokenizer)
 
     async def talk() -> None:
@@ -194,7 +213,7 @@ def test_a_template_that_only_trims_is_fine(tokenizer: Any) -> None:
         await chat.generate("two")
 
     asyncio.run(talk())
-    assert "assistant\n 7\n<|im_end|>\n<|im_start|>user\ntwo" in tokenizer.decode(chat.token_ids)
+    assert tokenizer.decode(chat.token_ids).endswith(expected)
 
 
 def test_plain_template_joins_messages_and_no_template_is_refused(tokenizer: Any) -> None:
