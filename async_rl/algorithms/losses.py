@@ -28,6 +28,11 @@ class PolicyLoss(Protocol):
         ...
 
     @property
+    def skips_zero_advantage(self) -> bool:
+        """True where a token of advantage 0 adds nothing to the gradient, so that it needs no forward pass."""
+        ...
+
+    @property
     def cap(self) -> float:
         """Largest importance weight, for the share of capped tokens in the metrics."""
         ...
@@ -198,6 +203,11 @@ class DecoupledPPOLoss:
     def corrects_off_policy(self) -> bool:
         """Whether tokens of older versions are importance-weighted."""
         return self.correction != "none"
+
+    @property
+    def skips_zero_advantage(self) -> bool:
+        """True: there is no term without the advantage as a factor."""
+        return True
 
     def token_weights(self, lengths: Tensor) -> Tensor:
         """:func:`token_weights` of the batch with trainable ``lengths`` (``[sequences]``)."""
