@@ -74,7 +74,7 @@ class Books:
             self._kept[group.id] = group, head
         self._to_relaunch = list(reissue)
         for admission in reissue:
-            self._enter(admission, self._resume_version)
+            self._enter(admission, self._version_of(admission, self._resume_version))
             self._running[admission.group_id] = None
 
     # admission
@@ -103,15 +103,17 @@ class Books:
         """Launch from the front of ``waiting`` what may come in now, each group on the least busy open engine."""
         with self._room.lock:
             count = self.capacity()[0]
-            if self._to_relaunch and count:
+            if count <= 0:
+                return []
+            if self._to_relaunch:
                 again, self._to_relaunch = self._to_relaunch, []
                 return [self._fly(admission, self._version_of(admission, self._resume_version)) for admission in again]
+            served = min(slot.served.value for slot in self._slots if slot.open)
             flights = []
             for _ in range(min(count, len(waiting))):
                 admission = waiting.popleft()
-                served = min(slot.served.value for slot in self._slots if slot.open)
                 self._enter(admission, served)
-                flights.append(self._fly(admission, self._version_of(admission, served)))
+                flights.append(self._fly(admission, served))
             return flights
 
     @staticmethod
@@ -120,9 +122,9 @@ class Books:
         heads = (t.head for t in admission.landed.values())
         return min((head for head in heads if head is not None), default=served)
 
-    def _enter(self, admission: Admission, served: int) -> None:
+    def _enter(self, admission: Admission, version: int) -> None:
         self._gate.admit(admission.group_id)
-        self._planner.admitted(admission.group_id, self._version_of(admission, served))
+        self._planner.admitted(admission.group_id, version)
         for _ in admission.landed:
             self._gate.trajectory_ended(admission.group_id)
         self.admitted += 1

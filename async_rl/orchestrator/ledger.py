@@ -45,6 +45,7 @@ _COLUMNS = {
     "keeps": ("group_id", "prompt", "head", "tail", "kept_s"),
     "endings": ("group_id", "outcome", "reason", "ended_s"),
 }  # fmt: skip
+_to_json = json.JSONEncoder(default=str).encode  # one encoder for all rows: json.dumps makes one per call
 _MOST_VALUES = 30_000  # SQLite's limit on the values of one statement is 32,766
 
 
@@ -170,10 +171,7 @@ class Ledger:
         self._insert("trajectories", [_trajectory_row(i, t) for _, (i, t) in queued.get("trajectories", ())])
         self._insert(
             "keeps",
-            [
-                (g.id, json.dumps(g.prompt.data, default=str), g.head, g.tail, at_s)
-                for at_s, g in queued.get("keeps", ())
-            ],
+            [(g.id, _to_json(g.prompt.data), g.head, g.tail, at_s) for at_s, g in queued.get("keeps", ())],
         )
         endings = [(i, str(outcome), reason, at_s) for at_s, (i, outcome, reason) in queued.get("endings", ())]
         self._insert("endings", endings)
@@ -181,7 +179,7 @@ class Ledger:
             if isinstance(batch, Batch):
                 self._db.execute(
                     "INSERT INTO batches (version, group_ids, advantages, planned_s) VALUES (?, ?, ?, ?)",
-                    (batch.version, json.dumps([g.id for g in batch.groups]), json.dumps(batch.advantages), at_s),
+                    (batch.version, _to_json([g.id for g in batch.groups]), _to_json(batch.advantages), at_s),
                 )
             else:
                 version, outcome, reason = batch
@@ -367,8 +365,8 @@ class _reader:  # noqa: N801 - used as a function
 def _trajectory_row(group_id: int, t: Trajectory) -> tuple[Any, ...]:
     return (
         group_id, t.sample_index, t.attempt, array("i", t.token_ids).tobytes(), bytes(t.loss_mask),
-        array("f", t.logprobs).tobytes(), json.dumps([(s.version, s.start, s.end) for s in t.segments]),
-        t.prompt_length, t.reward, json.dumps(dict(t.reward_parts)), t.finish_reason, t.completion, t.turns,
+        array("f", t.logprobs).tobytes(), _to_json([(s.version, s.start, s.end) for s in t.segments]),
+        t.prompt_length, t.reward, _to_json(dict(t.reward_parts)), t.finish_reason, t.completion, t.turns,
         t.started_s, t.ended_s,
     )  # fmt: skip
 

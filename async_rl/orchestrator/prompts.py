@@ -48,7 +48,7 @@ class PromptStream:
         self._shuffle = shuffle
         self._seed = seed
         self._epoch = -1
-        self._order = np.zeros(0, dtype=np.int64)
+        self._order: list[int] = []
 
     @property
     def total(self) -> int | None:
@@ -75,9 +75,9 @@ class PromptStream:
             return None
         if self._shuffle:
             if epoch != self._epoch:
-                self._order = np.random.default_rng([self._seed, epoch]).permutation(self._ends[-1])
+                self._order = np.random.default_rng([self._seed, epoch]).permutation(self._ends[-1]).tolist()
                 self._epoch = epoch
-            index = int(self._order[index])
+            index = self._order[index]
         which = 0
         while index >= self._ends[which]:
             which += 1
