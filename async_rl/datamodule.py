@@ -38,6 +38,13 @@ class BatchFeed:
     def __next__(self) -> Batch:
         return self._trainer.next_batch()
 
+    def state_dict(self) -> dict[str, Any]:
+        """Nothing: the position in the data is the orchestrator's, saved with the checkpoint and in the ledger."""
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Nothing to restore; having it tells Lightning that a resume mid-epoch is safe."""
+
 
 class EvalFeed:
     """The validation loader: one item, the finished evaluation."""
@@ -163,3 +170,8 @@ class RolloutDataModule(LightningDataModule):
     @override
     def val_dataloader(self) -> EvalFeed:
         return EvalFeed(self.trainer)  # type: ignore[arg-type]
+
+    @override
+    def transfer_batch_to_device(self, batch: Any, device: Any, dataloader_idx: int) -> Any:
+        # Batches are plain Python; the policy makes tensors of them, micro-batch by micro-batch.
+        return batch

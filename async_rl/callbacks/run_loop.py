@@ -51,6 +51,7 @@ class RunLoop(Callback):
         else:
             trainer.orchestrator.batch_dropped(batch, step.reason)
         pl_module.log_dict(trainer.orchestrator.drain_metrics())
+        pl_module.log("step", float(trainer.global_step))  # loggers then count policy versions, not batches
         trainer.poll()
 
     @override
@@ -64,6 +65,7 @@ class RunLoop(Callback):
         dataloader_idx: int = 0,
     ) -> None:
         trainer.evaluations.append(batch.summary())
+        pl_module.log("step", float(batch.version), batch_size=1)
 
     @override
     def on_train_end(self, trainer: AsyncRLTrainer, pl_module: LightningModule) -> None:  # type: ignore[override]

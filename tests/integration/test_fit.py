@@ -1,0 +1,268 @@
+"""The whole loop on a real tiny model, real threads and files; the engine is scripted, so that it is fast."""
+
+import json
+import sqlite3
+import threading
+
+import pytest
+import torch
+from lightning.pytorch import Callback
+
+from async_rl.callbacks import EmptyBatchGuard, RLCallback, RunSummary
+from async_rl.datamodule import RolloutDataModule
+from async_rl.engines.base import EngineError, SamplingParams
+from async_rl.engines.scripted import ScriptedEngine
+from async_rl.environments.arithmetic import Arithmetic
+from async_rl.jsonl_logger import JsonlLogger
+from async_rl.orchestrator.sinks import RolloutFailureError
+from async_rl.policy import PolicyModule
+from async_rl.trainer import AsyncRLTrainer
+from async_rl.weights.parity import WeightParityError
+
+
+class RewardBySeed(Arithmetic):
+    """Rewards that differ within a group, whatever was sampled."""
+
+    def reward(self, prompt, completion):
+        return float(len(completion) % 2)
+
+
+def output(prompt, seed):
+    return [10 + seed % 7] * (2 + seed % 3)
+
+
+def engine(**kwargs):
+    return ScriptedEngine(output, latency_s=kwargs.pop("latency_s", 0.002), **kwargs)
+
+
+def make_policy(model_dir, **kwargs):
+    kwargs.setdefault("optimizer", lambda p: torch.optim.AdamW(p, lr=1e-3))
+    return PolicyModule(model_dir, **kwargs)
+
+
+def make_trainer(run_dir, **kwargs):
+    kwargs = {
+        "max_steps": 4,
+        "max_staleness": 2,
+        "evaluate_at": "never",
+        "parity_check": False,
+        "logger": False,
+    } | kwargs
+    return AsyncRLTrainer(run_dir=run_dir, accelerator="cpu", **kwargs)
+
+
+def make_data(environment=None, with_engine=None, **kwargs):
+    kwargs = {"batch_size": 2, "group_size": 2, "sampling": SamplingParams(max_tokens=8)} | kwargs
+    return RolloutDataModule(environment or RewardBySeed(), with_engine or engine(), **kwargs)
+
+
+def outcomes(run_dir):
+    with sqlite3.connect(run_dir / "run.db") as db:
+        return dict(db.execute("select coalesce(outcome, 'open'), count(*) from groups group by 1"))
+
+
+class Recorder(RLCallback):
+    """Writes down which hook was called with what, and on which thread."""
+
+    def __init__(self):
+        self.calls = []
+        self.ages = []
+
+    def _note(self, name, value):
+        assert threading.current_thread() is threading.main_thread()
+        self.calls.append((name, value))
+
+    def on_rollout_end(self, trainer, policy, group):
+        self._note("rollout_end", group.id)
+
+    def on_batch_planned(self, trainer, policy, batch):
+        self._note("batch_planned", batch.version)
+        self.ages += batch.ages()
+
+    def on_policy_published(self, trainer, policy, version):
+        self._note("policy_published", version)
+
+    def on_policy_loaded(self, trainer, policy, version):
+        self._note("policy_loaded", version)
+
+    def on_drain_start(self, trainer, policy):
+        self._note("drain_start", None)
+
+    def on_drain_end(self, trainer, policy, saved):
+        self._note("drain_end", saved)
+
+    def on_version_recovered(self, trainer, policy, version):
+        self._note("version_recovered", version)
+
+    def values(self, name):
+        return [value for n, value in self.calls if n == name]
+
+
+@pytest.mark.parametrize("staleness", [0, 1, 2])
+def test_fit_trains_every_step_within_the_bound_and_the_ledger_balances(tiny_model_dir, tmp_path, staleness):
+    recorder, data = Recorder(), make_data()
+    trainer = make_trainer(tmp_path, max_staleness=staleness, callbacks=[recorder])
+    policy = make_policy(tiny_model_dir)
+    before = [p.detach().clone() for p in policy.parameters()]
+    trainer.fit(policy, datamodule=data)
+    assert (trainer.end.exit_code, trainer.global_step) == (0, 4)
+    assert any(not torch.equal(a, b) for a, b in zip(before, policy.parameters(), strict=True))
+    assert recorder.values("batch_planned") == [0, 1, 2, 3]
+    assert recorder.values("policy_published") == [0, 1, 2, 3]  # nobody samples with the last one
+    assert max(recorder.ages) <= staleness
+    assert recorder.values("drain_end") == [0]  # the horizon admits nothing that no step can train
+    assert outcomes(tmp_path) == {"trained": 8}
+    assert [load.version for load in data.engines[0].loads][0] == 0
+
+
+def test_the_last_version_is_published_for_the_final_evaluation(tiny_model_dir, tmp_path):
+    summary, data = RunSummary(), make_data(eval_samples=2, eval_limit=3)
+    logger = JsonlLogger(tmp_path / "metrics.jsonl")
+    trainer = make_trainer(tmp_path, evaluate_at="ends", eval_every=3, callbacks=[summary], logger=logger)
+    trainer.fit(make_policy(tiny_model_dir), datamodule=data)
+    assert [e["version"] for e in trainer.evaluations] == [0, 3, 4]
+    assert all(e["samples"] == 6 and e["prompts"] == 3 for e in trainer.evaluations)
+    assert summary.figures["eval_end_version"] == 4
+    assert 0 <= summary.figures["overlap"] <= 1
+    rows = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert [r["step"] for r in rows if "eval/reward" in r] == [0, 3, 4]
+    assert [r["step"] for r in rows if "train/loss" in r] == [1, 2, 3, 4]
+    assert all(r["age/max"] <= 2 for r in rows if "age/max" in r)
+    assert outcomes(tmp_path) == {"trained": 8}  # evaluation is not in the books
+
+
+def test_a_plain_lightning_callback_gets_the_rl_hooks_it_defines(tiny_model_dir, tmp_path):
+    class Plain(Callback):
+        seen = 0
+
+        def on_batch_planned(self, trainer, policy, batch):
+            self.seen += len(batch.groups)
+
+    plain = Plain()
+    make_trainer(tmp_path, callbacks=[plain]).fit(make_policy(tiny_model_dir), datamodule=make_data())
+    assert plain.seen == 8
+
+
+def test_resume_goes_on_at_the_checkpoint_and_generates_nothing_twice(tiny_model_dir, tmp_path):
+    make_trainer(tmp_path, max_steps=3).fit(make_policy(tiny_model_dir), datamodule=make_data())
+    recorder, data = Recorder(), make_data()
+    trainer = make_trainer(tmp_path, max_steps=5, resume=True, callbacks=[recorder])
+    policy = make_policy(tiny_model_dir)
+    trainer.fit(policy, datamodule=data)
+    assert trainer.global_step == 5
+    assert recorder.values("version_recovered") == [3]
+    assert recorder.values("batch_planned") == [3, 4]
+    assert recorder.values("policy_published")[0] == 3
+    assert data.engines[0].loads[0].version == 3
+    assert len(data.engines[0].requests) == 2 * 2 * 2  # two steps' worth, nothing for steps before
+    assert outcomes(tmp_path) == {"trained": 10}
+    with sqlite3.connect(tmp_path / "run.db") as db:
+        prompts = [p for (p,) in db.execute("select prompt_id from groups")]
+    assert len(set(prompts)) == len(prompts) == 10
+
+
+def test_resume_without_a_checkpoint_says_so_before_anything_starts(tiny_model_dir, tmp_path):
+    data = make_data()
+    with pytest.raises(FileNotFoundError, match="without resume"):
+        make_trainer(tmp_path, resume=True).fit(make_policy(tiny_model_dir), datamodule=data)
+    assert not data.engines[0].requests
+
+
+def test_rewards_without_signal_end_the_run_with_the_guard_s_code(tiny_model_dir, tmp_path):
+    class AlwaysRight(Arithmetic):
+        def reward(self, prompt, completion):
+            return 1.0
+
+    trainer = make_trainer(tmp_path, callbacks=[EmptyBatchGuard(2)])
+    trainer.fit(make_policy(tiny_model_dir), datamodule=make_data(AlwaysRight(), filter_zero_variance=True))
+    assert trainer.end.exit_code == 3
+    assert "no signal" in trainer.end.reason
+    assert trainer.global_step == 0
+    assert "trained" not in outcomes(tmp_path)
+
+
+def test_a_reward_that_always_raises_ends_the_run_with_its_traceback(tiny_model_dir, tmp_path):
+    class Broken(Arithmetic):
+        def reward(self, prompt, completion):
+            return {}["missing key of mine"]
+
+    data = make_data(Broken(), max_failures=3)
+    with pytest.raises(RolloutFailureError) as failure:
+        make_trainer(tmp_path).fit(make_policy(tiny_model_dir), datamodule=data)
+    assert isinstance(failure.value.__cause__, KeyError)
+    assert "missing key of mine" in str(failure.value.__cause__)
+    assert len(data.engines[0].requests) < 40  # seconds, not thousands of prompts
+
+
+def test_a_callback_that_raises_keeps_its_own_traceback(tiny_model_dir, tmp_path):
+    class Broken(RLCallback):
+        def on_batch_planned(self, trainer, policy, batch):
+            raise ZeroDivisionError("mine")
+
+    trainer = make_trainer(tmp_path, callbacks=[Broken()])
+    with pytest.raises(ZeroDivisionError, match="mine"):
+        trainer.fit(make_policy(tiny_model_dir), datamodule=make_data())
+    assert trainer.end.exit_code == 1
+    assert not [t.name for t in threading.enumerate() if t.name.startswith(("rollout", "dispatcher", "watcher"))]
+    assert "open" not in outcomes(tmp_path)
+
+
+def test_a_failed_load_ends_the_run_and_names_engine_and_version(tiny_model_dir, tmp_path):
+    broken = engine(fail_load=lambda version: RuntimeError("no room") if version == 2 else None)
+    trainer = make_trainer(tmp_path, max_steps=20)
+    with pytest.raises(RuntimeError, match=r"scripted-0.*version 2|version 2.*scripted-0"):
+        trainer.fit(make_policy(tiny_model_dir), datamodule=make_data(with_engine=broken))
+    assert trainer.global_step < 6
+
+
+def test_an_engine_whose_weights_differ_is_refused_before_the_first_rollout(tiny_model_dir, tmp_path):
+    class Wrong(ScriptedEngine):
+        async def score(self, token_ids):
+            return [-9.0] * (len(token_ids) - 1)
+
+    wrong = Wrong(output)
+    with pytest.raises(WeightParityError, match="version 0"):
+        make_trainer(tmp_path, parity_check=True).fit(
+            make_policy(tiny_model_dir), datamodule=make_data(with_engine=wrong)
+        )
+    assert not wrong.requests
+
+
+def test_an_engine_that_does_not_start_ends_the_run(tiny_model_dir, tmp_path):
+    class NoStart(ScriptedEngine):
+        async def start(self):
+            raise EngineError("engine scripted-0: no such device")
+
+    with pytest.raises(EngineError, match="no such device"):
+        make_trainer(tmp_path).fit(make_policy(tiny_model_dir), datamodule=make_data(with_engine=NoStart(output)))
+
+
+@pytest.mark.parametrize(
+    ("bad", "message"),
+    [
+        ({"stale_policy": "allow"}, "acknowledge_staleness"),
+        ({"max_epochs": 3}, "max_epochs"),
+        ({"devices": 2}, "devices"),
+    ],
+)
+def test_impossible_trainers_are_refused(tiny_model_dir, tmp_path, bad, message):
+    with pytest.raises(ValueError, match=message):
+        make_trainer(tmp_path, **bad).fit(make_policy(tiny_model_dir), datamodule=make_data())
+
+
+def test_data_smaller_than_one_batch_is_refused_before_the_engine_starts(tiny_model_dir, tmp_path):
+    class NoStart(ScriptedEngine):
+        async def start(self):
+            raise AssertionError("started")
+
+    data = make_data(with_engine=NoStart(output), batch_size=100, epochs=1)
+    with pytest.raises(ValueError, match="batch_size"):
+        make_trainer(tmp_path).fit(make_policy(tiny_model_dir), datamodule=data)
+
+
+def test_prompts_used_up_end_the_run_cleanly(tiny_model_dir, tmp_path):
+    trainer = make_trainer(tmp_path, max_steps=100)
+    trainer.fit(make_policy(tiny_model_dir), datamodule=make_data(epochs=1, batch_size=20))
+    assert trainer.global_step == 4  # 81 sums: four batches of 20, the last one is dropped
+    assert trainer.end.exit_code == 0
+    assert outcomes(tmp_path) == {"trained": 80, "dropped": 1}
