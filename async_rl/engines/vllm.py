@@ -15,7 +15,7 @@ from async_rl.weights.base import WeightSource
 if TYPE_CHECKING:
     import torch
 
-    from async_rl.engines.vllm_client import VLLMClient
+    from async_rl.engines.vllm_client import LoadTimings, VLLMClient
 
 
 class _Session:
@@ -115,6 +115,11 @@ class VLLMEngine:
     def weight_dtype(self) -> torch.dtype:
         """Dtype of its weights, best also that of the published ones (known once it has started)."""
         return self._running().client.weight_dtype
+
+    @property
+    def last_load(self) -> LoadTimings:
+        """Where the seconds of the newest weight load went."""
+        return self._running().client.last_load
 
     async def start(self) -> None:
         """Start the engine core and wait until it is ready.

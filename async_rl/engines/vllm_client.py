@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 KILL_TIMEOUT_S = 2.0
+STAGING_POLL_S = 0.01
 
 
 @dataclass(slots=True)
@@ -40,6 +41,28 @@ class _Running:
     """It has a token."""
     resubmit: bool = False
     """Aborted by a weight load before it had a token; sent again afterwards."""
+
+
+@dataclass(frozen=True, slots=True)
+class LoadTimings:
+    """Where the seconds of one weight load went.
+
+    Attributes:
+        stage_s: Preparing the weights while generation goes on.
+        pause_s: Waiting for the step that is being computed.
+        load_s: Putting the weights in place, while generation stands still.
+        resume_s: Setting generation going again.
+    """
+
+    stage_s: float = 0.0
+    pause_s: float = 0.0
+    load_s: float = 0.0
+    resume_s: float = 0.0
+
+    @property
+    def paused_s(self) -> float:
+        """How long generation stood still."""
+        return self.load_s + self.resume_s
 
 
 class VLLMClient:
@@ -57,10 +80,13 @@ class VLLMClient:
     def __init__(self, name: str, llm: AsyncLLM, kv_max_age: int | None) -> None:
         self.name = name
         self.stats = EngineStats()
+        self.last_load = LoadTimings()
         self.busy = BusyClock()
         self._llm = llm
         self.weight_backend = str(llm.vllm_config.weight_transfer_config.backend)
         self.weight_dtype: torch.dtype = llm.model_config.dtype
+        extension = llm.vllm_config.parallel_config.worker_extension_cls
+        self._stages = extension.endswith("StagingExtension")
         self._kv_max_age = kv_max_age
         self._version = -1
         self._requests: dict[str, _Running] = {}
@@ -110,9 +136,8 @@ class VLLMClient:
                     f"engine {self.name} loads weights through {self.weight_backend!r}, the published ones are for "
                     f"{source.backend!r}: make the publisher with make_publisher(engine.weight_backend, ...)"
                 )
-            self._open.clear()
             try:
-                paused_s = await self._guard(self._load(version, source))
+                timings = await self._guard(self._load(version, source))
             except BaseException as error:
                 reason = "was cancelled (its deadline passed?)" if isinstance(error, asyncio.CancelledError) else error
                 failure = EngineError(
@@ -125,7 +150,8 @@ class VLLMClient:
                 raise
             self._version = version
             loads = self.stats.loads + 1
-            self.stats = replace(self.stats, loads=loads, pauses_s=self.stats.pauses_s + paused_s)
+            self.stats = replace(self.stats, loads=loads, pauses_s=self.stats.pauses_s + timings.paused_s)
+            self.last_load = timings
             self._open.set()
 
     def read_stats(self) -> EngineStats:
@@ -138,9 +164,7 @@ class VLLMClient:
             self._loop.remove_reader(sentinel)
         self._fail(EngineError(f"engine {self.name} was closed"))
         processes = self._llm.engine_core.resources.engine_manager.processes
-        self._llm.shutdown(
-            timeout=0.0
-        )  # SIGKILL: there is nothing in it to be saved, and its own way out takes seconds
+        self._llm.shutdown(timeout=0.0)  # SIGKILL: nothing in it has to be saved, and its own way out takes seconds
         for process in processes:
             process.join(KILL_TIMEOUT_S)
 
@@ -206,26 +230,43 @@ class VLLMClient:
             if not running.resubmit:
                 raise EngineError(f"engine {self.name}: request {label} ended with {result.finish_reason!r}")
 
-    async def _load(self, version: int, source: WeightSource) -> float:
-        """Swap the weights between two steps of the engine; the seconds it stood still."""
+    async def _load(self, version: int, source: WeightSource) -> LoadTimings:
+        """Prepare the weights while the engine generates, if it can, and swap them between two of its steps."""
         core = self._llm.engine_core
+        info = dict(source.update_info())
+        begun_s = time.monotonic()
+        staged = self._stages and await self._call("stage_weights", info)
+        while staged and not await self._call("staged_weights"):
+            await asyncio.sleep(STAGING_POLL_S)
+        self._open.clear()
+        pausing_s = time.monotonic()
         # AsyncLLM.pause_generation is this call and a sleep of 20 ms, which generation would stand still for.
         await core.pause_scheduler_async(mode="keep", clear_cache=False)
-        paused_at_s = time.monotonic()
+        paused_s = time.monotonic()
         for request_id, running in list(self._requests.items()):
             if not running.started:
                 running.resubmit = True
                 await self._llm.abort(request_id)
         await self._llm.start_weight_update()
-        await self._llm.update_weights(WeightTransferUpdateRequest(update_info=dict(source.update_info())))
+        await self._llm.update_weights(WeightTransferUpdateRequest(update_info=info))
         await self._llm.finish_weight_update(weight_version=str(version))
         oldest = min((r.kv_version for r in self._requests.values() if r.started), default=version)
         if self._kv_max_age is not None and version - oldest > self._kv_max_age:
             await self._llm.reset_prefix_cache(reset_running_requests=True)
             for running in self._requests.values():
                 running.kv_version = version
+        loaded_s = time.monotonic()
         await core.resume_scheduler_async()
-        return time.monotonic() - paused_at_s
+        return LoadTimings(
+            stage_s=pausing_s - begun_s,
+            pause_s=paused_s - pausing_s,
+            load_s=loaded_s - paused_s,
+            resume_s=time.monotonic() - loaded_s,
+        )
+
+    async def _call(self, method: str, *arguments: Any) -> bool:
+        """A method of :class:`async_rl.weights.vllm_extension.StagingExtension` on every worker."""
+        return all(await self._llm.collective_rpc(method, args=arguments))
 
     def _segments(self, result: _Result, label: str) -> tuple[Segment, ...]:
         segments = tuple(Segment(int(v.version), v.start, v.end) for v in result.weight_versions if v.end > v.start)

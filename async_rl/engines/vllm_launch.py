@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from async_rl.engines.base import EngineError
 from async_rl.weights.shared_memory import BACKEND as SHARED_MEMORY
-from async_rl.weights.vllm_plugin import CHILD_VARIABLE, LOG_VARIABLE
+from async_rl.weights.vllm_plugin import CHILD_VARIABLE, CORES_VARIABLE, LOG_VARIABLE
 
 if TYPE_CHECKING:
     from vllm import AsyncEngineArgs
@@ -116,6 +116,7 @@ def engine_arguments(settings: VLLMSettings, scratch: str, on_cpu: bool) -> Asyn
     }
     if on_cpu:
         arguments["enforce_eager"] = True
+        arguments["worker_extension_cls"] = "async_rl.weights.vllm_extension.StagingExtension"
         # A prompt is computed in one step: after a part of one, vLLM rewinds the request's seeded generator, which the
         # CPU's generators can't do, and the engine core dies ("CPU Generator does not use offset").
         arguments["enable_chunked_prefill"] = False
@@ -181,6 +182,7 @@ def child_environment(settings: VLLMSettings, scratch: str, cores: list[int], on
     if on_cpu:
         # In eager mode only a helper that ranks log-probabilities is compiled, for seconds at the first request.
         environment["TORCH_COMPILE_DISABLE"] = "1"
+        environment[CORES_VARIABLE] = ",".join(map(str, sorted(os.sched_getaffinity(0))))
         if cores:
             environment["OMP_NUM_THREADS"] = str(len(cores))
             environment["OMP_PLACES"] = "{" + ",".join(map(str, cores)) + "}"

@@ -12,6 +12,8 @@ CHILD_VARIABLE = "ASYNC_RL_ENGINE_CHILD"
 """Set to "1" in the processes that a VLLMEngine starts."""
 LOG_VARIABLE = "ASYNC_RL_ENGINE_LOG"
 """File that takes the output of those processes; empty: they keep the trainer's."""
+CORES_VARIABLE = "ASYNC_RL_ENGINE_CORES"
+"""Cores that the trainer may use, by which the engine's spare-time work may be done too: "0,1"."""
 
 _PR_SET_PDEATHSIG = 1
 
