@@ -17,7 +17,7 @@ from lightning.pytorch.loggers import TensorBoardLogger
 from typing_extensions import override
 
 from async_rl.callbacks.base import RLCallback
-from async_rl.callbacks.checkpoint import RunCheckpoint, latest_checkpoint
+from async_rl.callbacks.checkpoint import RunCheckpoint, checkpoints, latest_checkpoint
 from async_rl.callbacks.drain import DrainCallback
 from async_rl.callbacks.empty_batch_guard import EmptyBatchGuard
 from async_rl.callbacks.resume import ResumeVersionRecovery
@@ -39,6 +39,7 @@ _PARITY_TEXTS = (
     "def add(a, b): return a + b  # a function that adds two numbers, as every first program does",
 )
 EXIT_FINISHED, EXIT_ERROR, EXIT_INTERRUPTED = 0, 1, 75
+_RUNNING = "running"
 
 
 @dataclass(frozen=True, slots=True)
@@ -184,30 +185,34 @@ class AsyncRLTrainer(pl.Trainer):
         if ckpt_path is None and self.resume:
             ckpt_path = latest_checkpoint(self.run_dir / "checkpoints")
         self.run_dir.mkdir(parents=True, exist_ok=True)
-        self.end = RunEnd("running", EXIT_ERROR)
+        self.end = RunEnd(_RUNNING, EXIT_ERROR)
         with stop_signals(lambda name: self.stop(f"received {name}", EXIT_INTERRUPTED)) as self._catch_signals:
             try:
                 super().fit(model, datamodule=datamodule, ckpt_path=ckpt_path, weights_only=True)
+            except StopRun:  # asked to stop before the first batch: nothing to save, nothing went wrong
+                pass
             except BaseException as error:
                 self.end = RunEnd(f"{type(error).__name__}: {error}", EXIT_ERROR)
                 raise
             finally:
                 self._close(datamodule)
-        if self.end.reason == "running":
+        if self.end.reason == _RUNNING:
             self.end = RunEnd(self.ending, EXIT_FINISHED)
-        if self.end.exit_code == EXIT_INTERRUPTED and self.global_step == 0:
-            self.end = RunEnd(f"{self.end.reason} before the first step; nothing to resume from", EXIT_ERROR)
+        if self.end.exit_code == EXIT_INTERRUPTED and not checkpoints(self.run_dir / "checkpoints"):
+            self.end = RunEnd(f"{self.end.reason} before there was a checkpoint to resume from", EXIT_ERROR)
 
     def stop(self, reason: str, exit_code: int = EXIT_FINISHED) -> None:
         """Ask the run to end at the next step boundary; the first reason given is kept. Only sets flags."""
-        if not self.should_stop:
+        if self.end.reason == _RUNNING:
             self.end = RunEnd(reason, exit_code)
         self.should_stop = True
 
     @property
     def ending(self) -> str:
         """Why the run is ending, for people; before it ends, what it is on its way to."""
-        return self.end.reason if self.should_stop else f"max_steps={self.max_steps} reached"
+        if self.end.reason != _RUNNING:
+            return self.end.reason
+        return "a callback set trainer.should_stop" if self.should_stop else f"max_steps={self.max_steps} reached"
 
     @property
     def session(self) -> RolloutSession:

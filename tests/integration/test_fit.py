@@ -112,7 +112,7 @@ def test_fit_trains_every_step_within_the_bound_and_the_ledger_balances(tiny_mod
     assert max(recorder.ages) <= staleness
     assert recorder.values("drain_end") == [0]  # the horizon admits nothing that no step can train
     assert outcomes(tmp_path) == {"trained": 8}
-    assert [load.version for load in data.engines[0].loads][0] == 0
+    assert data.engines[0].loads[0].version == 0
 
 
 def test_the_last_version_is_published_for_the_final_evaluation(tiny_model_dir, tmp_path):
@@ -266,3 +266,26 @@ def test_prompts_used_up_end_the_run_cleanly(tiny_model_dir, tmp_path):
     assert trainer.global_step == 4  # 81 sums: four batches of 20, the last one is dropped
     assert trainer.end.exit_code == 0
     assert outcomes(tmp_path) == {"trained": 80, "dropped": 1}
+
+
+def test_early_stopping_by_an_ordinary_callback_ends_the_run_cleanly(tiny_model_dir, tmp_path):
+    class StopAtTwo(Callback):
+        def on_train_batch_end(self, trainer, *args):
+            trainer.should_stop = trainer.global_step == 2
+
+    trainer = make_trainer(tmp_path, max_steps=50, callbacks=[StopAtTwo()])
+    trainer.fit(make_policy(tiny_model_dir), datamodule=make_data())
+    assert (trainer.global_step, trainer.end.exit_code) == (2, 0)
+    assert "should_stop" in trainer.end.reason
+    assert set(outcomes(tmp_path)) <= {"trained", "saved"}
+
+
+def test_a_run_stopped_before_its_first_batch_is_no_crash(tiny_model_dir, tmp_path):
+    class StopAtOnce(Callback):
+        def setup(self, trainer, policy, stage):
+            trainer.stop("received SIGTERM", exit_code=75)
+
+    trainer = make_trainer(tmp_path, callbacks=[StopAtOnce()])
+    trainer.fit(make_policy(tiny_model_dir), datamodule=make_data())
+    assert trainer.end.exit_code == 1  # 75 promises a checkpoint
+    assert "before there was a checkpoint" in trainer.end.reason
