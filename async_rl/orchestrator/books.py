@@ -54,9 +54,9 @@ class Books:
         self._samples = tuple(range(settings.group_size))
         self._needed = settings.trajectories_needed
         self._rollout = rollout
-        self.admission_open = False
-        self.admission_over = False
-        self.prompts_over = False
+        self._admission_open = False
+        self._admission_over = False
+        self._prompts_over = False
         self._replaying = len(recovery.batches)
         self._resume_version = recovery.version + self._replaying
         self.ended = Counter({Outcome(name): count for name, count in recovery.ended.items()})
@@ -79,6 +79,24 @@ class Books:
 
     # admission
 
+    def open_admission(self, is_open: bool) -> None:
+        """Open or close admission."""
+        with self._room.lock:
+            self._admission_open = is_open
+            self._room.capacity.notify_all()
+
+    def end_admission(self) -> None:
+        """Close admission for good."""
+        with self._room.lock:
+            self._admission_over = True
+            self._room.capacity.notify_all()
+
+    def end_prompts(self) -> None:
+        """There is no prompt left to admit."""
+        with self._room.lock:
+            self._prompts_over = True
+            self._room.batch.notify_all()
+
     def capacity(self) -> tuple[int, str]:
         """How many groups may be launched now, and what limits it.
 
@@ -86,8 +104,8 @@ class Books:
         an older one would give groups deadlines that the record knows nothing of.
         """
         with self._room.lock:
-            if self.admission_over or not self.admission_open:
-                return 0, "stopped" if self.admission_over else "paused"
+            if self._admission_over or not self._admission_open:
+                return 0, "stopped" if self._admission_over else "paused"
             served = min((slot.served.value for slot in self._slots if slot.open), default=None)
             if served is None:
                 return 0, "engines"
@@ -95,7 +113,7 @@ class Books:
                 return 0, "replay"
             if self._to_relaunch:
                 return len(self._to_relaunch), "reissue"
-            if self.prompts_over:
+            if self._prompts_over:
                 return 0, "prompts"
             return self._gate.capacity(self._trained.value, served)
 
@@ -175,7 +193,7 @@ class Books:
 
     def data_is_over(self) -> bool:
         """Whether no group will ever be admitted again."""
-        return (self.prompts_over or self.admission_over) and not self._replaying
+        return (self._prompts_over or self._admission_over) and not self._replaying
 
     def plan(self, *, short_ok: bool) -> tuple[Plan, tuple[Group, ...]]:
         """Ask the planner for the batch of this step; its groups stay in the system until :meth:`end_batch`."""

@@ -82,9 +82,7 @@ class Dispatcher:
             prompt = self._prompts.at(self._next_position)
             if prompt is None:
                 if not self._waiting:
-                    with self._room.lock:
-                        self._books.prompts_over = True
-                        self._room.batch.notify_all()
+                    self._books.end_prompts()
                 return
             self._waiting.append(Admission(self._next_position, prompt, {}))
             self._next_position += 1

@@ -97,19 +97,17 @@ class Orchestrator:
         self._room = room = Room()
         self._supervisor = Supervisor(room.wake_all)
         self._trained = PolicyVersion(start_version, name="trained version")
-        self._sampling_policy = s.sampling_policy
-        if s.sampling_policy == "auto":
-            self._sampling_policy = "trajectory" if all(e.versions_alive > 1 for e in engines) else "segment"
         self._slots = [
             EngineSlot(
-                i,
-                engine,
-                PolicyVersion(start_version, name=f"served version of engine {engine.name}"),
-                drains=self._sampling_policy == "trajectory" and engine.versions_alive == 1,
+                index=i,
+                engine=engine,
+                served=PolicyVersion(start_version, name=f"served version of engine {engine.name}"),
+                # `auto` takes `trajectory` only where an engine keeps several versions alive, and those never drain.
+                drains=s.sampling_policy == "trajectory" and engine.versions_alive == 1,
             )
             for i, engine in enumerate(engines)
         ]
-        unfinished = [_reissue(prompts, group_id, landed) for group_id, landed in recovery.unfinished]
+        unfinished = [Admission(group_id, prompts.again(group_id), landed) for group_id, landed in recovery.unfinished]
         gate = CapacityGate(
             batch_size=s.batch_size,
             group_size=s.group_size,
@@ -136,29 +134,12 @@ class Orchestrator:
             self._meters, self.snapshot, interval_s=s.metrics_interval_s, supervisor=self._supervisor
         )
         self._batches = BatchSource(
-            room,
-            self._books,
-            ledger,
-            self._meters,
-            settings=s,
-            advantages=advantages,
-            replay=recovery.batches,
+            room, self._books, ledger, self._meters, settings=s, advantages=advantages, replay=recovery.batches
         )
-        self._train_sink = TrainSink(
-            self._books,
-            ledger,
-            self._meters,
-            emit=self._emit,
-            fail=self._supervisor.fail,
-            settings=s,
-        )
+        emit, fail = self._events.append, self._supervisor.fail
+        self._train_sink = TrainSink(self._books, ledger, self._meters, emit=emit, fail=fail, settings=s)
         self._rollout_threads = [
-            RolloutThread(
-                settings=s,
-                make_seed=partial(sampling_seed, s.seed),
-                land=self._land,
-                crashed=self._supervisor.fail,
-            )
+            RolloutThread(settings=s, make_seed=partial(sampling_seed, s.seed), land=self._land, crashed=fail)
             for _ in range(s.rollout_threads)
         ]
         self._dispatcher = Dispatcher(
@@ -175,7 +156,7 @@ class Orchestrator:
             room,
             self._slots,
             load_timeout_s=s.load_timeout_s,
-            emit=self._emit,
+            emit=emit,
             observe=partial(self._meters.took, "load"),
             supervisor=self._supervisor,
         )
@@ -193,22 +174,15 @@ class Orchestrator:
 
     def resume(self) -> None:
         """Open admission."""
-        self._set_admission(open_=True)
+        self._books.open_admission(True)
 
     def pause(self) -> None:
         """Close admission; groups in the system go on, retries of their trajectories included."""
-        self._set_admission(open_=False)
-
-    def _set_admission(self, *, open_: bool) -> None:
-        with self._room.lock:
-            self._books.admission_open = open_
-            self._room.capacity.notify_all()
+        self._books.open_admission(False)
 
     def stop_admission(self) -> None:
         """Close admission for good."""
-        with self._room.lock:
-            self._books.admission_over = True
-            self._room.capacity.notify_all()
+        self._books.end_admission()
 
     def drain(self, timeout_s: float, poll: Poll) -> int:
         """Stop admission, give groups in flight ``timeout_s`` to finish, and save what is finished in the ledger.
@@ -239,7 +213,7 @@ class Orchestrator:
         try:
             with self._room.lock:
                 self._closed = True
-                self._books.admission_over = True
+                self._books.end_admission()
                 recorded = self._batches.not_replayed()
                 kept, running = self._books.end_everything(Outcome.SAVED, recorded=len(recorded))
                 for reason, ids in (("recorded", recorded), ("finished", kept), ("unfinished", running)):
@@ -298,7 +272,7 @@ class Orchestrator:
         """The batch made no update: its groups end as dropped, their places come back, the version stays."""
         self._batches.end(batch, Outcome.DROPPED, reason)
         if not any(t.trainable_tokens for t in batch.trajectories):
-            self._emit(Event("empty_batch", EmptyBatchReport(len(batch.groups), untrainable=True)))
+            self._events.append(Event("empty_batch", EmptyBatchReport(len(batch.groups), untrainable=True)))
 
     # evaluation
 
@@ -371,9 +345,6 @@ class Orchestrator:
 
     # private
 
-    def _emit(self, event: Event) -> None:
-        self._events.append(event)
-
     def _land(self, landing: Landing) -> None:
         finished: list[Flight] = []
         with self._room.lock:
@@ -406,14 +377,6 @@ class Orchestrator:
             self._waiting_for = ""
 
     def _wait_written(self, written: Callable[[float], bool]) -> None:
-        while not written(_POLL_S):
-            self.check()
-
-
-def _reissue(prompts: PromptStream, group_id: int, landed: Any) -> Admission:
-    prompt = prompts.at(group_id)
-    if prompt is None:
-        raise ValueError(
-            f"group {group_id} of the run's record has no prompt: the data or epochs changed; use a new run_dir"
-        )
-    return Admission(group_id, prompt, landed)
+        with self._supervisor.waiting("the batch to be on the disk"):
+            while not written(_POLL_S):
+                self.check()

@@ -84,3 +84,16 @@ class PromptStream:
         row = index - (self._ends[which] - len(self._rows[which]))
         name = self._names[which]
         return Prompt(f"{name}/{epoch}/{row}", name, self._rows[which][row])
+
+    def again(self, position: int) -> Prompt:
+        """The prompt of a group of an earlier process.
+
+        Raises:
+            ValueError: There is none.
+        """
+        prompt = self.at(position)
+        if prompt is None:
+            raise ValueError(
+                f"group {position} of the run's record has no prompt: the data or epochs changed; use a new run_dir"
+            )
+        return prompt

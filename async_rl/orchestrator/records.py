@@ -36,82 +36,62 @@ def reason_of(error: BaseException) -> str:
     return "timeout" if isinstance(error, TimeoutError) else type(error).__name__
 
 
+@dataclass(slots=True, eq=False)
 class EngineSlot:
-    """The books of one engine: what it serves, whether new groups may go there, how many groups it has in flight.
+    """The books of one engine.
 
-    Args:
+    Attributes:
         index: Position among the engines.
         engine: The engine.
         served: The version it is confirmed to serve.
         drains: Whether it must be empty before a load (``trajectory`` sampling on an engine that holds one version).
+        loaded: Whether it serves a version at all.
+        open: Whether new groups may go there.
+        flights: Groups it has in flight.
     """
 
-    __slots__ = ("drains", "engine", "flights", "index", "loaded", "open", "served")
-
-    def __init__(self, index: int, engine: EngineLike, served: PolicyVersion, drains: bool) -> None:
-        self.index = index
-        self.engine = engine
-        self.served = served
-        self.drains = drains
-        self.loaded = False
-        self.open = False
-        self.flights = 0
+    index: int
+    engine: EngineLike
+    served: PolicyVersion
+    drains: bool
+    loaded: bool = False
+    open: bool = False
+    flights: int = 0
 
 
+@dataclass(slots=True, eq=False)
 class Flight:
-    """Samples of one prompt in the air: which are running, which came back, which were given up.
+    """Samples of one prompt in the air.
 
-    Args:
+    Attributes:
         group_id: The group; negative for evaluation.
         prompt: The task.
-        version: Lowest served version at the admission.
+        version: Lowest served version at the admission, or oldest stamp of what an earlier process finished.
         slot: The engine that serves all its samples.
         rollout: What runs one attempt.
         missing: Sample indices to run.
-        landed: Samples that an earlier process finished already.
+        landed: Finished samples, those of an earlier process included.
         needed: Trajectories without which it fails: ``group_size``, the quorum, or 0 where each sample stands alone.
+        running: Attempts in the air, by sample index.
+        given_up: Samples that failed for good.
+        error: What made it fail.
+        over: Whether it has landed.
+        timer: Ends the wait for stragglers.
     """
 
-    __slots__ = (
-        "error",
-        "given_up",
-        "group_id",
-        "landed",
-        "missing",
-        "needed",
-        "over",
-        "prompt",
-        "rollout",
-        "running",
-        "slot",
-        "timer",
-        "version",
-    )
-
-    def __init__(
-        self,
-        group_id: int,
-        prompt: Prompt,
-        version: int,
-        slot: EngineSlot,
-        rollout: RolloutFn,
-        missing: tuple[int, ...],
-        landed: dict[int, Trajectory],
-        needed: int,
-    ) -> None:
-        self.group_id = group_id
-        self.prompt = prompt
-        self.version = version
-        self.slot = slot
-        self.rollout = rollout
-        self.missing = missing
-        self.landed = landed
-        self.needed = needed
-        self.running: dict[int, Any] = {}
-        self.given_up: dict[int, BaseException] = {}
-        self.error: BaseException | None = None
-        self.over = False
-        self.timer: asyncio.TimerHandle | None = None
+    group_id: int
+    prompt: Prompt
+    version: int
+    slot: EngineSlot
+    rollout: RolloutFn
+    missing: tuple[int, ...]
+    landed: dict[int, Trajectory]
+    needed: int
+    running: dict[int, Any] = field(default_factory=dict)
+    given_up: dict[int, BaseException] = field(default_factory=dict)
+    error: BaseException | None = None
+    over: bool = False
+    timer: asyncio.TimerHandle | None = None
 
     def group(self) -> Group:
         """The finished group, trajectories by sample index."""
@@ -120,6 +100,7 @@ class Flight:
         return Group(self.group_id, self.prompt, self.version, trajectories, self.slot.index)
 
 
+@dataclass(slots=True, eq=False)
 class Landing:
     """What ended on a rollout thread since it last reported.
 
@@ -132,15 +113,12 @@ class Landing:
         cancelled: Stragglers cancelled because their group went on without them.
     """
 
-    __slots__ = ("cancelled", "ended", "finished", "landed", "outcomes", "retries")
-
-    def __init__(self) -> None:
-        self.landed: list[tuple[int, Trajectory]] = []
-        self.ended: list[int] = []
-        self.finished: list[Flight] = []
-        self.outcomes: list[BaseException | None] = []
-        self.retries = 0
-        self.cancelled = 0
+    landed: list[tuple[int, Trajectory]] = field(default_factory=list)
+    ended: list[int] = field(default_factory=list)
+    finished: list[Flight] = field(default_factory=list)
+    outcomes: list[BaseException | None] = field(default_factory=list)
+    retries: int = 0
+    cancelled: int = 0
 
 
 class Admission(NamedTuple):

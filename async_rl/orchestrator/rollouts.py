@@ -9,6 +9,7 @@ import logging
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from async_rl.orchestrator.records import Flight, Landing
@@ -22,18 +23,15 @@ log = logging.getLogger(__name__)
 _STOP_S = 1.0  # how long cancelled rollouts get to clean up when the thread stops
 
 
+@dataclass(slots=True, eq=False)
 class _Attempt:
     """One attempt in the air."""
 
-    __slots__ = ("deadline_s", "flight", "handle", "over", "task")
-
-    handle: asyncio.Task[None]  # set in the moment it is launched
-
-    def __init__(self, flight: Flight, task: RolloutTask, deadline_s: float) -> None:
-        self.flight = flight
-        self.task = task
-        self.deadline_s = deadline_s
-        self.over = False
+    flight: Flight
+    task: RolloutTask
+    deadline_s: float
+    over: bool = False
+    handle: asyncio.Task[None] = field(init=False)  # set in the moment it is launched
 
 
 class RolloutThread:

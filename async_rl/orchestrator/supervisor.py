@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import logging
+import sys
 import threading
 import time
+import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+
+log = logging.getLogger(__name__)
 
 
 class Supervisor:
@@ -79,8 +84,14 @@ class Supervisor:
         self._wake_all()
 
     def join(self, timeout_s: float) -> list[str]:
-        """Wait for the threads; returns the names of those still running after ``timeout_s``."""
+        """Wait for the threads; logs the stacks of those still running after ``timeout_s`` and returns their names."""
         deadline_s = time.monotonic() + timeout_s
         for thread in self._threads:
             thread.join(max(deadline_s - time.monotonic(), 0.0))
-        return [thread.name for thread in self._threads if thread.is_alive()]
+        alive = [thread for thread in self._threads if thread.is_alive()]
+        frames = sys._current_frames()
+        for thread in alive:
+            if thread.ident in frames:
+                stack = "".join(traceback.format_stack(frames[thread.ident]))
+                log.error("thread %s did not stop within %.1f s; it is at:\n%s", thread.name, timeout_s, stack)
+        return [thread.name for thread in alive]

@@ -118,6 +118,16 @@ def test_batches_after_the_checkpoint_are_trained_again_in_order_without_the_dro
     assert [[g.id for g in groups] for groups in older.batches] == [[1, 0], [3, 2], [7, 6], [8]]
 
 
+def test_what_the_checkpoint_has_is_trained_even_if_its_ending_was_never_written(path):
+    ledger = Ledger(path)
+    write_kept(ledger, 0, 1, 2)
+    ledger.record_batch(batch(3, 0, 1))
+    recovery = write_everything(ledger).recover(4)  # killed right after the checkpoint of version 4
+    assert recovery.ended == {"trained": 2}
+    assert [g.id for g in recovery.kept] == [2]
+    assert recovery.batches == ()
+
+
 def test_what_a_clean_end_saved_goes_on(path):
     ledger = Ledger(path)
     write_kept(ledger, 0)

@@ -349,7 +349,7 @@ def test_drain_is_over_as_soon_as_nothing_runs():
         assert time.monotonic() - began_s < 1.0
 
 
-def test_close_is_bounded_and_names_what_would_not_stop():
+def test_close_is_bounded_and_names_what_would_not_stop(caplog):
     """DESIGN promise 8: user code that blocks the event loop can't hold up the end."""
     blocked, done = threading.Event(), threading.Event()
 
@@ -368,8 +368,10 @@ def test_close_is_bounded_and_names_what_would_not_stop():
     began_s = time.monotonic()
     assert orchestrator.close(0.5) == ["rollout-0"]
     assert time.monotonic() - began_s < 2.0
+    assert "done.wait(20)" in caplog.text  # where it hangs
     done.set()
-    eventually(lambda: orchestrator.close(0.1) == [])
+    eventually(lambda: not [t for t in threading.enumerate() if t.name == "rollout-0"])
+    assert orchestrator.close(0.1) == []
     assert orchestrator.outcomes()["saved"] == orchestrator.outcomes()["admitted"]
 
 
