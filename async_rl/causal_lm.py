@@ -78,7 +78,9 @@ class CausalLMScorer:
 
     def __init__(self, model: PreTrainedModel, share_prefixes: Literal["auto"] | bool, micro_batch_tokens: int) -> None:
         self._model = model
-        self._wide_attention = str(getattr(model.config, "_attn_implementation", "")) or "eager"
+        if getattr(model.config.get_text_config(), "attn_logit_softcapping", None):
+            model.set_attn_implementation("eager")  # sdpa leaves the soft-cap out; the engine does not
+        self._wide_attention = str(model.config._attn_implementation)
         self.packing = PackingSettings(micro_batch_tokens, bool(share_prefixes), _attention_width(model))
         if share_prefixes and (obstacle := self._obstacle_to_sharing()):
             if share_prefixes is not True:
@@ -116,7 +118,7 @@ class CausalLMScorer:
     def _choose_attention(self, batch: MicroBatch) -> None:
         narrow = batch.input_ids.device.type == "cpu" and batch.input_ids.shape[1] <= EAGER_WIDTH
         wanted = "eager" if narrow and self._wide_attention == "sdpa" else self._wide_attention
-        if getattr(self._model.config, "_attn_implementation", wanted) != wanted:
+        if self._model.config._attn_implementation != wanted:
             self._model.set_attn_implementation(wanted)
 
     def _attention_mask(self, visible: Tensor) -> Tensor:

@@ -172,10 +172,10 @@ class PolicyModule(pl.LightningModule):
 
     @override
     def on_fit_start(self) -> None:
-        if self.trainer.precision == "16-mixed":
+        if self.trainer.precision not in ("bf16-mixed", "32-true"):
             raise ValueError(
-                "precision=16-mixed scales gradients, which hides their norm from the clipping and the non-finite "
-                "guard; use precision=bf16-mixed or 32-true"
+                f"precision={self.trainer.precision} is not supported: updates as small as RL's are lost in 16-bit "
+                "weights, and scaled gradients hide their norm from the non-finite guard; use bf16-mixed or 32-true"
             )
 
     @override
