@@ -122,7 +122,7 @@ def check(config: DictConfig, overrides: Iterable[str], choices: Mapping[str, An
         parsed = parse(plain)  # type: ignore[arg-type]
         check_targets(parsed)
     except ConfigError as error:
-        where = Origins(list(overrides), choices)
+        where = Origins(list(overrides), choices, plain)  # type: ignore[arg-type]
         raise ConfigError([Problem(p.key, p.message + where.of(p.key)) for p in error.problems]) from error
     return parsed
 
@@ -130,8 +130,9 @@ def check(config: DictConfig, overrides: Iterable[str], choices: Mapping[str, An
 class Origins:
     """Says where a key was set: the command line, the recipe, or a file of a config group."""
 
-    def __init__(self, overrides: list[str], choices: Mapping[str, Any]) -> None:
+    def __init__(self, overrides: list[str], choices: Mapping[str, Any], config: Mapping[str, Any]) -> None:
         self._overrides = overrides
+        self._config = config
         self._files: list[tuple[Path, str]] = []
         recipe = recipe_files().get(str(choices.get("recipe")))
         if recipe is not None:
@@ -149,7 +150,12 @@ class Origins:
                 return f" (from the command line: {override})"
         for file, group in self._files:
             inside = key if not group else key.removeprefix(f"{group}.") if key.startswith(f"{group}.") else None
-            if inside is not None and _has(_load(file), inside):
+            if inside is not None and _has(node := _load(file), inside):
+                section = self._config.get(group)
+                if isinstance(section, Mapping) and section.get("_target_") != node.get("_target_"):
+                    return f" (left over from {_shown(file)}; leave it out with {group}=null, or in a recipe with " + (
+                        f"`override /{group}: null` in its defaults)"
+                    )
                 return f" (from {_shown(file)})"
         return ""
 

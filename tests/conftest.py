@@ -16,3 +16,15 @@ def tiny_model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     from async_rl.models import build_tiny_model
 
     return build_tiny_model(tmp_path_factory.mktemp("models") / "tiny")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leave out slow tests unless they are asked for, and vLLM's where vLLM is not installed."""
+    import importlib.util
+
+    asked_for = config.getoption("-m")
+    for item in items:
+        if "slow" in item.keywords and "slow" not in asked_for:
+            item.add_marker(pytest.mark.skip(reason="slow; run with -m slow"))
+        if "vllm" in item.keywords and importlib.util.find_spec("vllm") is None:
+            item.add_marker(pytest.mark.skip(reason="vLLM is not installed here"))
