@@ -57,8 +57,7 @@ class Books:
         self._admission_open = False
         self._admission_over = False
         self._prompts_over = False
-        self._replaying = len(recovery.batches)
-        self._resume_version = recovery.version + self._replaying
+        self._resume_version = recovery.version + len(recovery.batches)
         self.ended = Counter({Outcome(name): count for name, count in recovery.ended.items()})
         self._running: dict[int, EngineSlot | None] = {}
         self._kept: dict[int, tuple[Group, int | None]] = {}
@@ -109,7 +108,7 @@ class Books:
             served = min((slot.served.value for slot in self._slots if slot.open), default=None)
             if served is None:
                 return 0, "engines"
-            if self._replaying or served < self._resume_version:
+            if served < self._resume_version:
                 return 0, "replay"
             if self._to_relaunch:
                 return len(self._to_relaunch), "reissue"
@@ -193,7 +192,7 @@ class Books:
 
     def data_is_over(self) -> bool:
         """Whether no group will ever be admitted again."""
-        return (self._prompts_over or self._admission_over) and not self._replaying
+        return self._prompts_over or self._admission_over
 
     def plan(self, *, short_ok: bool) -> tuple[Plan, tuple[Group, ...]]:
         """Ask the planner for the batch of this step; its groups stay in the system until :meth:`end_batch`."""
@@ -215,7 +214,6 @@ class Books:
     def end_replayed_batch(self, size: int, outcome: Outcome) -> None:
         """End a batch that was trained again from the record; its groups are not in the system."""
         with self._room.lock:
-            self._replaying -= 1
             self.ended[outcome] += size
             if outcome is Outcome.TRAINED:
                 self._trained.advance_to(self._trained.value + 1)

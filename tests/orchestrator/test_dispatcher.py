@@ -205,6 +205,16 @@ def test_pause_admits_nothing_and_resume_goes_on():
         by_hand.wait_started(1)
 
 
+def test_the_places_of_finished_samples_come_back_before_their_group_is_complete():
+    by_hand = ByHand()
+    with running(by_hand, batch_size=4, group_size=2, max_staleness=0, max_concurrent=4) as orchestrator:
+        by_hand.wait_started(4)
+        assert orchestrator.snapshot()["limited_by"] == "concurrency"
+        by_hand.finish(0, 0)
+        by_hand.finish(1, 0)
+        assert {t.group_id for t in by_hand.wait_started(6)} == {0, 1, 2}
+
+
 # Several engines and event loops
 
 

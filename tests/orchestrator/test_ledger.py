@@ -111,6 +111,9 @@ def test_batches_after_the_checkpoint_are_trained_again_in_order_without_the_dro
     assert [g.id for g in recovery.kept] == [9]
     assert recovery.ended == {"trained": 2, "dropped": 2}
     assert recovery.next_group_id == 10
+    with sqlite3.connect(path) as db:
+        outcomes = db.execute("SELECT version, outcome FROM batches ORDER BY batch_id").fetchall()
+    assert outcomes == [(3, "trained"), (4, None), (5, "dropped"), (5, None), (6, None)]
     reopened.close()
     again = Ledger(path).recover(4)  # killed again before anything was written: the same answer
     assert [[g.id for g in groups] for groups in again.batches] == [[3, 2], [7, 6], [8]]

@@ -27,7 +27,7 @@ from loop_kit import (
 
 from async_rl.orchestrator.ledger import Ledger, NullLedger
 from async_rl.orchestrator.orchestrator import Orchestrator
-from async_rl.orchestrator.records import Recovery
+from async_rl.orchestrator.records import Flight, Landing, Recovery
 from async_rl.types import Group, Prompt, Segment, Trajectory
 
 OUTCOMES = ("trained", "filtered", "failed", "dropped", "saved")
@@ -375,6 +375,18 @@ def test_close_is_bounded_and_names_what_would_not_stop(caplog):
     assert orchestrator.outcomes()["saved"] == orchestrator.outcomes()["admitted"]
 
 
+def test_what_lands_after_the_end_is_ignored():
+    by_hand = ByHand()
+    with running(by_hand, batch_size=1, group_size=1, max_staleness=0) as orchestrator:
+        by_hand.wait_started(1)
+        orchestrator.close(5.0)
+        slot = orchestrator._slots[0]
+        flight = Flight(0, Prompt("toy/0/0", "toy", {}), 0, slot, by_hand, (), {0: kept_group(0, 0).trajectories[0]}, 1)
+        orchestrator._land(Landing(finished=[flight]))
+        assert orchestrator.outcomes()["saved"] == 1
+        assert orchestrator.outcomes()["kept"] == 0
+
+
 def test_close_before_start_and_in_the_middle_of_a_batch():
     orchestrator = Orchestrator(
         make_settings(), engines=[FakeEngine()], prompts=make_prompts(), rollout=at_once, advantages=lambda r: r,
@@ -562,15 +574,17 @@ def test_recorded_batches_are_trained_again_before_anything_is_admitted(tmp_path
     recovery = reopened.recover(2)
     settings = {"ledger": reopened, "start_version": 2, "recovered": recovery, "max_steps": 5, "max_staleness": 0}
     with running(by_hand, **settings) as orchestrator:
-        eventually(lambda: "replay" in orchestrator.waits().get("dispatcher", ""))
         for before in first[2:]:
-            batch = step(orchestrator)
+            eventually(lambda: "replay" in orchestrator.waits().get("dispatcher", ""))
+            batch = step(orchestrator, publish=False)
             assert batch.version == before.version
             assert [g.id for g in batch.groups] == [g.id for g in before.groups]
             assert batch.advantages == before.advantages
             assert [t.logprobs for t in batch.trajectories] == [t.logprobs for t in before.trajectories]
-        started = by_hand.wait_started(4)
-        assert {t.group_id for t in started} == {8, 9}
+        assert "replay" in orchestrator.waits()["dispatcher"]  # trained again, but the engines serve version 2 still
+        assert by_hand.started == []
+        orchestrator.publish(4, FakeSource(4))
+        assert {t.group_id for t in by_hand.wait_started(4)} == {8, 9}
         for group in (8, 9):
             for sample in (0, 1):
                 by_hand.finish(group, sample)
@@ -587,6 +601,7 @@ def test_a_running_group_is_run_again_without_its_finished_samples():
     with running(by_hand, start_version=7, recovered=recovery, **settings) as orchestrator:
         (task,) = by_hand.wait_started(1)
         assert (task.group_id, task.sample_index) == (0, 0)
+        assert orchestrator.snapshot()["running_trajectories"] == 1  # a finished sample holds no place
         by_hand.finish(0, 0)
         batch = step(orchestrator)
         assert [t.head for t in batch.trajectories] == [7, 6]
