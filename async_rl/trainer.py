@@ -327,7 +327,11 @@ class AsyncRLTrainer(pl.Trainer):
                 tolerance = mean_tolerance(trainer_dtype if engine.dtype == "auto" else engine.dtype, trainer_dtype)
                 check = partial(check_parity, engine, policy.logprobs, sequences, tolerance=tolerance, version=version)
                 report = wait_for(in_thread(check, "parity-check"), self._poll_or_stop)
-                log.info("weights of version %d in %s: %s", version, engine.name, report)
+                log.info(
+                    "%s serves the weights of version %d: log-probabilities differ from the trainer's by %.2g on "
+                    "average (at most %.2g), %.2g would be refused",
+                    *(engine.name, version, report.mean_abs, report.max_abs, tolerance),
+                )
 
     def _close(self, datamodule: RolloutDataModule) -> None:
         left: list[str] = []

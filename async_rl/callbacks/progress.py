@@ -109,8 +109,11 @@ class RunProgress(RLCallback):
         except RuntimeError:
             return Text("closing ...")
         state = f"waiting for {books['waiting_for']}" if books["waiting_for"] else "training"
+        if trainer.validating:
+            state = "evaluating"
+        step = min(trainer.global_step + 1, trainer.max_steps)
         return Text(
-            f"step {trainer.global_step + 1}/{trainer.max_steps}: {state} | running {books['running']:.0f} "
+            f"step {step}/{trainer.max_steps}: {state} | running {books['running']:.0f} "
             f"kept {books['kept']:.0f} | {trainer.session.tokens_per_s():.0f} tokens/s | "
             f"admission limited by {books['limited_by']}",
             style="dim",

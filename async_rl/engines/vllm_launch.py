@@ -121,6 +121,9 @@ def engine_arguments(settings: VLLMSettings, scratch: str, on_cpu: bool) -> Asyn
         # CPU's generators can't do, and the engine core dies ("CPU Generator does not use offset").
         arguments["enable_chunked_prefill"] = False
         arguments["max_num_batched_tokens"] = max(settings.max_model_len, 4096)
+        # Smallest block the CPU's kernels like: the prefix cache holds whole blocks, and vLLM's 128 are longer than
+        # many a prompt that the samples of a group share.
+        arguments["block_size"] = 32
         arguments["kv_cache_memory_bytes"] = int(settings.kv_cache_gib * 2**30)
         # One process instead of vLLM's two (engine core and worker): half the start-up, and no hop per step. vLLM wants
         # the second one only to set OpenMP's variables, which child_environment() does.
