@@ -21,7 +21,7 @@ from hydra.core.config_store import ConfigStore
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.hydra_config import HydraConfig
 from hydra.core.override_parser.overrides_parser import OverridesParser
-from hydra.errors import HydraException, MissingConfigException
+from hydra.errors import HydraException, MissingConfigException, OverrideParseException
 from hydra.experimental.callback import Callback
 from omegaconf import DictConfig, OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
@@ -163,6 +163,8 @@ class Origins:
 def explain(error: Exception, overrides: Iterable[str]) -> str:
     """An error of Hydra's composition as one message with the nearest valid name."""
     message = str(error).strip()
+    if isinstance(error, OverrideParseException):
+        return f"{error.override}: {_first_line(error)}; quote it for the shell, or see Hydra's override grammar"
     if isinstance(error, MissingConfigException) and error.missing_cfg_file and error.options:
         group, _, option = error.missing_cfg_file.rpartition("/")
         return _unknown_option(group.lstrip("/"), option, error.options)
