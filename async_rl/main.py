@@ -246,7 +246,7 @@ def _quieten_libraries() -> None:
     from transformers.utils import logging as hf_logging
 
     hf_logging.disable_progress_bar()
-    for name in ("lightning.pytorch", "lightning.fabric", "httpx"):
+    for name in ("lightning.pytorch", "lightning.fabric", "httpx", "vllm"):
         logging.getLogger(name).setLevel(logging.WARNING)
     for message in (
         r".*isinstance\(treespec",
@@ -260,7 +260,7 @@ def _quieten_libraries() -> None:
 def _logging(file: Path) -> Iterator[None]:
     """Our messages on the error stream and in a file."""
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-    console, to_file = logging.StreamHandler(), logging.FileHandler(file)
+    console, to_file = _Console(), logging.FileHandler(file)
     console.setFormatter(_Plain())
     to_file.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
     for handler in (console, to_file):
@@ -273,6 +273,14 @@ def _logging(file: Path) -> Iterator[None]:
         for handler in (console, to_file):
             log.removeHandler(handler)
             handler.close()
+
+
+class _Console(logging.StreamHandler):  # type: ignore[type-arg]
+    """Writes to what ``sys.stderr`` is at the moment: the live progress line replaces it while it is shown."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.setStream(sys.stderr)
+        super().emit(record)
 
 
 class _Plain(logging.Formatter):
