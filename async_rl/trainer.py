@@ -71,7 +71,7 @@ class AsyncRLTrainer(pl.Trainer):
         acknowledge_staleness: Confirms a setting that trains on stale data without protection.
         seed: Seed of sampling and prompt order.
         run_dir: Where ledger, checkpoints and logs go.
-        resume: Continue from the newest complete checkpoint in ``run_dir``.
+        resume: Continue from the newest complete checkpoint in ``run_dir``, or from version 0 where there is none yet.
         eval_every: Evaluate every so many steps; 0: only at start and end.
         evaluate_at: ``"ends"`` evaluates before the first and after the last step, ``"never"`` not at all.
         checkpoint_every: Save a checkpoint every so many steps; 0: only at the end.
@@ -184,6 +184,8 @@ class AsyncRLTrainer(pl.Trainer):
         self.staleness.check(model)
         if ckpt_path is None and self.resume:
             ckpt_path = latest_checkpoint(self.run_dir / "checkpoints")
+            if ckpt_path is None and not (self.run_dir / "run.db").exists():
+                raise FileNotFoundError(f"resume: {self.run_dir} holds no run to go on with; start without resume")
         self.run_dir.mkdir(parents=True, exist_ok=True)
         self.end = RunEnd(_RUNNING, EXIT_ERROR)
         with stop_signals(lambda name: self.stop(f"received {name}", EXIT_INTERRUPTED)) as self._catch_signals:

@@ -124,7 +124,7 @@ def open_session(trainer: AsyncRLTrainer, policy: PolicyModule, data: RolloutDat
         advantages=policy.advantage,
         ledger=ledger,
         start_version=version,
-        recovered=ledger.recover(version) if version else None,
+        recovered=ledger.recover(version) if trainer.resume or version else None,
     )
     return RolloutSession(
         engines=data.engines,

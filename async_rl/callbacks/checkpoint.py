@@ -29,19 +29,15 @@ def checkpoints(directory: Path) -> list[Path]:
     )
 
 
-def latest_checkpoint(directory: Path) -> Path:
-    """The newest complete checkpoint; truncated ones are skipped with a warning.
-
-    Raises:
-        FileNotFoundError: there is none.
-    """
+def latest_checkpoint(directory: Path) -> Path | None:
+    """The newest complete checkpoint, if there is one; truncated ones are skipped with a warning."""
     for path in reversed(checkpoints(directory)):
         try:
             with zipfile.ZipFile(path):
                 return path
         except (zipfile.BadZipFile, OSError) as error:
             log.warning("checkpoint %s is not complete (%s); trying the one before", path, error)
-    raise FileNotFoundError(f"resume: no complete checkpoint in {directory}; start without resume")
+    return None
 
 
 class RunCheckpoint(Checkpoint):

@@ -161,7 +161,30 @@ def test_resume_goes_on_at_the_checkpoint_and_generates_nothing_twice(tiny_model
     assert len(set(prompts)) == len(prompts) == 10
 
 
-def test_resume_without_a_checkpoint_says_so_before_anything_starts(tiny_model_dir, tmp_path):
+def test_a_run_that_died_before_its_first_checkpoint_is_trained_from_its_record(tiny_model_dir, tmp_path):
+    class Die(RLCallback):
+        def on_train_batch_end(self, trainer, policy, outputs, batch, batch_idx):
+            if trainer.global_step == 2:
+                raise KeyError("died")
+
+    with pytest.raises(KeyError, match="died"):
+        make_trainer(tmp_path, callbacks=[Die()]).fit(make_policy(tiny_model_dir), datamodule=make_data())
+    with sqlite3.connect(tmp_path / "run.db") as db:
+        recorded = [json.loads(ids) for (ids,) in db.execute("select group_ids from batches order by batch_id")]
+    again = []
+
+    class Watch(RLCallback):
+        def on_batch_planned(self, trainer, policy, batch):
+            again.append([g.id for g in batch.groups])
+
+    trainer = make_trainer(tmp_path, resume=True, callbacks=[Watch()])
+    trainer.fit(make_policy(tiny_model_dir), datamodule=make_data())
+    assert trainer.global_step == 4
+    assert again[: len(recorded)] == recorded  # the same batches, in order, from the record
+    assert outcomes(tmp_path) == {"trained": 8}
+
+
+def test_resume_of_nothing_says_so_before_anything_starts(tiny_model_dir, tmp_path):
     data = make_data()
     with pytest.raises(FileNotFoundError, match="without resume"):
         make_trainer(tmp_path, resume=True).fit(make_policy(tiny_model_dir), datamodule=data)
