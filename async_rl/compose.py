@@ -26,7 +26,7 @@ from hydra.experimental.callback import Callback
 from omegaconf import DictConfig, OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
 
-from async_rl.config import ConfigError, Problem, RunConfig, known_keys, root_help
+from async_rl.config import ConfigError, Problem, RunConfig, keys_help, known_keys
 from async_rl.config_check import nearest, parse
 from async_rl.targets import check_targets
 
@@ -76,7 +76,7 @@ def register() -> None:
         "by_hardware": _by_hardware,
         "detect_hardware": detect_hardware,
         "default_run_dir": _default_run_dir,
-        "root_help": root_help,
+        "keys_help": keys_help,
     }
     for name, resolver in resolvers.items():
         OmegaConf.register_new_resolver(name, resolver, replace=True)
@@ -299,8 +299,10 @@ def _by_hardware(cpu: Any, gpu: Any, *, _root_: DictConfig) -> Any:
 
 
 @functools.cache
-def _started() -> str:
-    return datetime.datetime.now().strftime("%Y-%m-%d_%H-%M-%S")
+def _fresh_directory(recipe: str) -> str:
+    """A directory for this process; runs started in the same second get one each."""
+    name = f"runs/{recipe}/{datetime.datetime.now():%Y-%m-%d_%H-%M-%S}"
+    return next(n for n in itertools.chain([name], (f"{name}-{i}" for i in itertools.count(2))) if not Path(n).exists())
 
 
 def _default_run_dir(*, _root_: DictConfig) -> str:
@@ -308,4 +310,4 @@ def _default_run_dir(*, _root_: DictConfig) -> str:
         choices = _root_.hydra.runtime.choices
     else:
         choices = HydraConfig.get().runtime.choices if HydraConfig.initialized() else {}
-    return f"runs/{recipe_name(choices)}/{_started()}"
+    return _fresh_directory(recipe_name(choices))

@@ -238,9 +238,12 @@ def known_keys(schema: type[Any] = RunConfig, prefix: str = "") -> list[str]:
     return keys
 
 
-def root_help() -> str:
-    """One line per root key that is a value, for ``--help``."""
-    sections = ("hardware", "model", "environment", "engine", "algorithm", "optimizer", "rollout", "run")
-    shown = {n: k.help for n, (_, k) in keys_of(RunConfig).items() if n not in (*sections, "callbacks", "logger")}
-    width = max(map(len, shown))
-    return "\n".join(f"{name:<{width}}  {help}" for name, help in shown.items())
+def keys_help(schema: type[Any] = RunConfig, prefix: str = "") -> str:
+    """One line per key that is a value, for ``--help``."""
+    lines: list[str] = []
+    for name, (annotation, about) in keys_of(schema).items():
+        if dataclasses.is_dataclass(annotation):
+            lines.append(keys_help(typing.cast("type[Any]", annotation), f"{prefix}{name}."))
+        else:
+            lines.append(f"{prefix + name:<36}  {about.help}")
+    return "\n".join(lines)

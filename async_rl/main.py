@@ -94,19 +94,31 @@ def _train(config: RunConfig, choices: Mapping[str, Any], record: RunRecord) -> 
         print(f"error: {error}", file=sys.stderr)
         return EXIT_ERROR, str(error)
     except Exception as error:
-        cause = error.__cause__ if isinstance(error, InstantiationException) else error
-        if isinstance(cause, ValueError | TypeError):  # a constructor refused what it was given
-            where = str(error).strip().splitlines()[-1] if cause is not error else ""
-            compose.report(f"{cause}\n{where}".rstrip())
-            return EXIT_CONFIG, str(cause)
-        traceback.print_exc()
-        return EXIT_ERROR, f"{type(cause).__name__}: {cause}"
+        if (refusal := _refusal(error)) is None:
+            return EXIT_ERROR, _unexpected(error)
+        log.debug("while building", exc_info=error)
+        compose.report(refusal)
+        return EXIT_CONFIG, refusal
     try:
         trainer.fit(policy, datamodule=datamodule)
     except Exception as error:
-        traceback.print_exc()
-        return EXIT_ERROR, f"{type(error).__name__}: {error}"
+        return EXIT_ERROR, _unexpected(error)
+    finally:
+        record.add_evaluations(trainer.evaluations)
     return trainer.end.exit_code, trainer.end.reason
+
+
+def _refusal(error: Exception) -> str | None:
+    """The message with which a constructor refused what the config gives it, or ``None`` for any other error."""
+    if isinstance(error, InstantiationException) and isinstance(error.__cause__, ValueError | TypeError):
+        return f"{error.__cause__}\n{str(error).strip().splitlines()[-1]}"
+    return str(error) if isinstance(error, ValueError) else None
+
+
+def _unexpected(error: Exception) -> str:
+    log.debug("the run failed", exc_info=error)
+    traceback.print_exception(error)
+    return f"{type(error).__name__}: {error}"
 
 
 def build(
@@ -262,10 +274,11 @@ def _logging(file: Path) -> Iterator[None]:
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     console, to_file = _Console(), logging.FileHandler(file)
     console.setFormatter(_Plain())
+    console.setLevel(logging.INFO)
     to_file.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
     for handler in (console, to_file):
         log.addHandler(handler)
-    log.setLevel(logging.INFO)
+    log.setLevel(logging.DEBUG)
     log.propagate = False
     try:
         yield

@@ -10,7 +10,7 @@ import platform
 import shutil
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -39,7 +39,8 @@ def claim_directory(config: RunConfig) -> None:
             something that is no run; or ``resume`` finds nothing.
     """
     directory = Path(config.run_dir)
-    used = directory.exists() and (not directory.is_dir() or any(directory.iterdir()))
+    existed = directory.exists()
+    used = existed and (not directory.is_dir() or any(directory.iterdir()))
     is_run = (directory / RECORD).is_file()
     if config.resume and not is_run:
         raise ConfigError(
@@ -71,7 +72,9 @@ def claim_directory(config: RunConfig) -> None:
             ]
         )
     try:
-        directory.mkdir(parents=True, exist_ok=True)
+        directory.parent.mkdir(parents=True, exist_ok=True)
+        # Where there was nothing, a directory that is there now belongs to a run that was faster.
+        directory.mkdir(exist_ok=existed and not config.overwrite)
     except OSError as error:
         raise ConfigError([Problem("run_dir", f"{directory} can't be made: {error.strerror}")]) from error
 
@@ -97,6 +100,7 @@ class RunRecord:
             "exit_reason": "running",
             "exit_code": None,
             "facts": {},
+            "evaluations": [],
             "packages": _packages(),
             "git_commit": _git_commit(),
             "python": platform.python_version(),
@@ -108,6 +112,11 @@ class RunRecord:
     def start(self, facts: Mapping[str, str]) -> None:
         """Write down what was taken: model, data, engine and where they came from."""
         self._content["facts"] = dict(facts)
+        self._write()
+
+    def add_evaluations(self, evaluations: Sequence[Mapping[str, float]]) -> None:
+        """Write down the evaluations the run made."""
+        self._content["evaluations"] = [dict(e) for e in evaluations]
         self._write()
 
     def finish(self, reason: str, exit_code: int) -> None:

@@ -100,7 +100,14 @@ def test_mistakes_are_refused_with_exit_code_2_without_importing_anything_heavy(
 def test_help_names_the_recipes_the_main_keys_and_the_exit_codes(command):
     code, out, _ = command("--help")
     assert code == 0
-    for part in ("recipe: arithmetic, gsm8k", "max_staleness  ", "digits: 1", "Exit codes", "+recipe=gsm8k"):
+    for part in (
+        "recipe: arithmetic, gsm8k",
+        "max_staleness  ",
+        "rollout.max_retries  ",
+        "digits: 1",
+        "Exit codes",
+        "+recipe=gsm8k",
+    ):
         assert part in out
 
 
@@ -233,6 +240,7 @@ def test_any_other_error_shows_its_traceback_and_is_recorded(command, monkeypatc
     assert code == 1
     assert "ZeroDivisionError: a bug" in err
     assert "Traceback" in err
+    assert "Traceback" in Path("here/run.log").read_text()
     assert json.loads(Path("here/run.json").read_text())["exit_reason"] == "ZeroDivisionError: a bug"
 
 
@@ -255,6 +263,7 @@ def test_real_runs_from_another_directory_one_after_the_other(tmp_path):
         record = json.loads((directory / "run.json").read_text())
         assert (record["exit_code"], record["exit_reason"]) == (0, "max_steps=2 reached")
         assert record["facts"]["model"].startswith("tiny")
+        assert [e["version"] for e in record["evaluations"]] == [0, 2]
         assert OmegaConf.load(directory / "config.yaml").max_staleness == staleness
         assert (directory / "metrics.jsonl").stat().st_size > 0
         assert list((directory / "tensorboard").iterdir())
