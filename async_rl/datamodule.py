@@ -170,8 +170,3 @@ class RolloutDataModule(LightningDataModule):
     @override
     def val_dataloader(self) -> EvalFeed:
         return EvalFeed(self.trainer)  # type: ignore[arg-type]
-
-    @override
-    def transfer_batch_to_device(self, batch: Any, device: Any, dataloader_idx: int) -> Any:
-        # Batches are plain Python; the policy makes tensors of them, micro-batch by micro-batch.
-        return batch
