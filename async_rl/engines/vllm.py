@@ -13,8 +13,6 @@ from async_rl.engines.vllm_launch import VLLMSettings, launch, make_scratch
 from async_rl.weights.base import WeightSource
 
 if TYPE_CHECKING:
-    import torch
-
     from async_rl.engines.vllm_client import LoadTimings, VLLMClient
 
 
@@ -110,11 +108,6 @@ class VLLMEngine:
     def weight_backend(self) -> str:
         """Weight-transfer back end it loads through, for ``make_publisher`` (known once it has started)."""
         return self._running().client.weight_backend
-
-    @property
-    def weight_dtype(self) -> torch.dtype:
-        """Dtype of its weights, best also that of the published ones (known once it has started)."""
-        return self._running().client.weight_dtype
 
     @property
     def last_load(self) -> LoadTimings:

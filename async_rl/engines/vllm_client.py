@@ -22,7 +22,6 @@ from async_rl.types import Segment
 from async_rl.weights.base import WeightSource
 
 if TYPE_CHECKING:
-    import torch
     from vllm.v1.engine.async_llm import AsyncLLM
 
 T = TypeVar("T")
@@ -84,7 +83,6 @@ class VLLMClient:
         self.busy = BusyClock()
         self._llm = llm
         self.weight_backend = str(llm.vllm_config.weight_transfer_config.backend)
-        self.weight_dtype: torch.dtype = llm.model_config.dtype
         extension = llm.vllm_config.parallel_config.worker_extension_cls
         self._stages = extension.endswith("StagingExtension")
         self._kv_max_age = kv_max_age

@@ -13,7 +13,7 @@ def make_publisher(backend: str, dtype: torch.dtype, device: str | torch.device 
 
     Args:
         backend: The engine's ``weight_backend``; ``"async_rl_shared_memory"`` also serves engines in this process.
-        dtype: The engine's ``weight_dtype``.
+        dtype: Wire dtype, best the engine's own.
         device: The GPU that trainer and engine share; used by ``"ipc"`` only.
 
     Raises:

@@ -32,7 +32,7 @@ class Served:
     def __init__(self, engine: VLLMEngine, model: torch.nn.Module) -> None:
         self.engine = engine
         self.model = model
-        self.publisher = make_publisher(engine.weight_backend, engine.weight_dtype)
+        self.publisher = make_publisher(engine.weight_backend, getattr(torch, engine.dtype))
         self.version = -1
 
     def perturb(self, scale: float, only: str = "") -> None:
