@@ -22,8 +22,6 @@ log = logging.getLogger(__name__)
 
 ATTENTION_SLOWDOWN = 4.0
 """How much slower a FLOP of attention is than one of a matrix product (measured with SmolLM2-135M on a CPU)."""
-EAGER_WIDTH = 256
-"""On a CPU, rows up to this width use eager attention: sdpa's backward takes 3 to 5 times as long there (measured)."""
 
 
 def load_causal_lm(directory: str | Path) -> PreTrainedModel:
@@ -68,7 +66,7 @@ class CausalLMScorer:
     """Scores tokens with a causal LM: packs, runs the model, takes logits only where a token is predicted.
 
     Args:
-        model: A Hugging Face causal LM; its attention implementation may be switched between calls.
+        model: A Hugging Face causal LM; its attention implementation may be switched here.
         share_prefixes: Compute common beginnings once: where the model can (``"auto"``), always, or never.
         micro_batch_tokens: Most tokens of a forward pass, padding included.
 
@@ -80,7 +78,6 @@ class CausalLMScorer:
         self._model = model
         if getattr(model.config.get_text_config(), "attn_logit_softcapping", None):
             model.set_attn_implementation("eager")  # sdpa leaves the soft-cap out; the engine does not
-        self._wide_attention = str(model.config._attn_implementation)
         self.packing = PackingSettings(micro_batch_tokens, bool(share_prefixes), _attention_width(model))
         if share_prefixes and (obstacle := self._obstacle_to_sharing()):
             if share_prefixes is not True:
@@ -104,7 +101,6 @@ class CausalLMScorer:
             Log-probabilities with gradient, and entropies of the distributions without, float32 ``[tokens]`` each.
         """
         inputs: dict[str, Any] = {"input_ids": batch.input_ids, "use_cache": False}
-        self._choose_attention(batch)
         if batch.visible is not None:
             inputs |= {"position_ids": batch.position_ids, "attention_mask": self._attention_mask(batch.visible)}
         with _logits_only_at(self._model, batch.predictors):
@@ -114,12 +110,6 @@ class CausalLMScorer:
             logits = logits.index_select(0, batch.predictors)
         logprobs, entropy = token_logprobs(logits, batch.predictor, batch.targets, temperature)
         return logprobs, entropy[batch.predictor]
-
-    def _choose_attention(self, batch: MicroBatch) -> None:
-        narrow = batch.input_ids.device.type == "cpu" and batch.input_ids.shape[1] <= EAGER_WIDTH
-        wanted = "eager" if narrow and self._wide_attention == "sdpa" else self._wide_attention
-        if self._model.config._attn_implementation != wanted:
-            self._model.set_attn_implementation(wanted)
 
     def _attention_mask(self, visible: Tensor) -> Tensor:
         if self._model.config._attn_implementation != "eager":
@@ -134,8 +124,8 @@ class CausalLMScorer:
         """Why several sequences can't share a row, or "" where they can; the last word has a comparison."""
         model = self._model
         config = model.config.get_text_config()
-        if self._wide_attention not in ("sdpa", "eager"):
-            return f"attention implementation {self._wide_attention!r} takes no mask of our own"
+        if (attention := model.config._attn_implementation) not in ("sdpa", "eager"):
+            return f"attention implementation {attention!r} takes no mask of our own"
         if other := sorted(set(getattr(config, "layer_types", None) or ()) - {"full_attention"}):
             return f"{type(model).__name__} has {other[0]} layers"
         if getattr(config, "sliding_window", None) or getattr(config, "attention_chunk_size", None):

@@ -18,8 +18,9 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from typing_extensions import override
 
+from async_rl.accumulation import Accumulation
 from async_rl.algorithms.advantages import GRPO, AdvantageFn
-from async_rl.algorithms.losses import DecoupledPPOLoss, PolicyLoss, importance_metrics
+from async_rl.algorithms.losses import DecoupledPPOLoss, PolicyLoss
 from async_rl.causal_lm import CausalLMScorer, disable_dropout, load_causal_lm, unique_weights
 from async_rl.packing import MicroBatch, ScoredSequence
 from async_rl.schedules import SCHEDULES, Schedule, make_schedule
@@ -53,22 +54,6 @@ class StepResult:
     updated: bool
     reason: str
     metrics: dict[str, float]
-
-
-@dataclass(frozen=True, slots=True)
-class _Gradients:
-    """What the backward passes of a batch left behind, beside the gradients."""
-
-    loss: float
-    norm: float
-    logprobs: Tensor  # of the tokens forwarded, [tokens]
-    entropy: Tensor
-    tokens: Tensor  # their indices in the table
-    suspects: tuple[str, ...]  # trajectories with a log-probability or loss that is not finite
-
-    @property
-    def finite(self) -> bool:
-        return math.isfinite(self.loss) and math.isfinite(self.norm)
 
 
 class PolicyModule(pl.LightningModule):
@@ -148,6 +133,7 @@ class PolicyModule(pl.LightningModule):
         self.max_nonfinite_steps = max_nonfinite_steps
         self.last_step = StepResult(updated=False, reason="no batch yet", metrics={})
         self._nonfinite_in_a_row = 0
+        self._done = Accumulation()
         disable_dropout(self.model)
         self.model.train()  # Hugging Face models checkpoint activations in training mode only
         self.scorer = CausalLMScorer(self.model, share_prefix, micro_batch_tokens)
@@ -186,65 +172,103 @@ class PolicyModule(pl.LightningModule):
             StalenessError: a token is older than the batch's bound.
             NonFiniteError: too many batches in a row without a finite loss and gradient.
         """
-        self.last_step = self._train(batch)
+        try:
+            self.last_step = self._train(batch)
+        finally:
+            self.discard()
         self.log_dict(self.last_step.metrics, batch_size=max(len(batch.groups), 1))
+
+    def train_ahead(self, part: Batch) -> None:
+        """Run forward and backward on groups of the next batch while its others are still being generated.
+
+        ``training_step`` adds the rest of that batch and makes its one update; :meth:`discard` undoes this instead.
+
+        Args:
+            part: Whole groups, with advantages that don't depend on the rest, certain to be in the next batch.
+        """
+        began_s = time.monotonic()
+        if self._trainable():
+            with self._precision_context():
+                self._accumulate(TokenTable.of(part), part)
+            self._done.ahead += len(part.trajectories)
+        self._done.ahead_s += time.monotonic() - began_s
+
+    def discard(self) -> None:
+        """Drop all gradients and what is known of them: the batch ended, or will never be complete."""
+        self._done = Accumulation()
+        self.zero_grad()
 
     def _train(self, batch: Batch) -> StepResult:
         began_s = time.monotonic()
-        table = TokenTable.of(batch)
+        done, table = self._done, TokenTable.of(batch)
         metrics = _batch_metrics(batch, table)
+        if strangers := done.groups - {group.id for group in batch.groups}:
+            raise RuntimeError(
+                f"training version {batch.version}: group {min(strangers)} was trained ahead, but is not in the batch; "
+                "batch formation has a bug, nothing was updated"
+            )
         if not len(table):
             return StepResult(False, "no_trainable_token", metrics)
         if not self._trainable():
             return StepResult(False, "frozen", metrics)
-        optimizer: Any = self.optimizers()
-        optimizer.zero_grad()
-        done = self._backward(table)
-        metrics |= {"train/loss": done.loss, "train/grad_norm": done.norm}
-        if not done.finite:
-            optimizer.zero_grad()
-            return StepResult(False, "nonfinite", metrics | self._count_nonfinite(done, table))
+        rest = batch.without(done.groups)
+        self._accumulate(TokenTable.of(rest) if done.groups else table, rest)
+        loss, norm = self._normalise(self.loss.normaliser(table.lengths))
+        metrics |= {"train/loss": loss, "train/grad_norm": norm}
+        if not (math.isfinite(loss) and math.isfinite(norm)):
+            return StepResult(False, "nonfinite", metrics | self._count_nonfinite(loss, norm, table))
         self._nonfinite_in_a_row = 0
         if batch.max_staleness is not None:
             table.check_ages(batch.max_staleness)
+        optimizer: Any = self.optimizers()
         metrics["train/lr"] = float(optimizer.param_groups[0]["lr"])
         optimizer.step()
         schedule: Any = self.lr_schedulers()
         schedule.step()
-        used = done.tokens.cpu()
-        metrics |= importance_metrics(done.logprobs.cpu(), table.behaviour[used], table.ages[used], self.loss.cap)
-        metrics |= {"train/entropy": float(done.entropy.mean()), "train/step_s": time.monotonic() - began_s}
+        metrics |= done.metrics(self.loss.cap) | {"train/step_s": done.ahead_s + time.monotonic() - began_s}
+        if done.ahead:
+            metrics["train/ahead_share"] = done.ahead / len(batch.trajectories)
         return StepResult(True, "trained", metrics)
 
-    def _backward(self, table: TokenTable) -> _Gradients:
-        """Accumulate the gradient of the batch's loss, and clip it."""
+    def _accumulate(self, table: TokenTable, part: Batch) -> None:
+        """Add the gradient of the sum of some groups' losses, micro-batch by micro-batch."""
+        done = self._done
+        if not done.groups:
+            self.zero_grad()
+        done.groups.update(group.id for group in part.groups)
         weights = self.loss.token_weights(table.lengths)[table.sequence].to(self.device)
         behaviour, advantages = table.behaviour.to(self.device), table.advantages.to(self.device)
-        total = 0.0
-        logprobs, entropies, tokens = [], [], []
+        ages = table.ages.to(self.device)
         for micro_batch in self.scorer.pack(_sequences(table, self.loss.skips_zero_advantage)):
-            part = micro_batch.to(self.device)
-            current, entropy = self.scorer.score(part, self.temperature)
-            at = part.tokens
+            if not done.finite:
+                return
+            tokens = micro_batch.to(self.device)
+            current, entropy = self.scorer.score(tokens, self.temperature)
+            at = tokens.tokens
             loss = self.loss(current, current.detach(), behaviour[at], advantages[at], weights[at])
-            logprobs.append(current.detach())
-            entropies.append(entropy)
-            tokens.append(at)
-            total += float(loss.detach())
-            if not math.isfinite(total):
-                suspects = _suspects(table, micro_batch, current.detach().cpu())
-                return _Gradients(
-                    total, math.nan, torch.cat(logprobs), torch.cat(entropies), torch.cat(tokens), suspects
-                )
-            self.manual_backward(loss)
-        norm = nn.utils.clip_grad_norm_(self._trainable(), self.gradient_clip_val or math.inf)
-        return _Gradients(total, float(norm), torch.cat(logprobs), torch.cat(entropies), torch.cat(tokens), table.names)
+            done.add(loss, current, entropy, behaviour[at], ages[at])
+            if done.finite:
+                self.manual_backward(loss)
+            else:
+                done.suspects = _suspects(table, micro_batch, current.detach().cpu())
 
-    def _count_nonfinite(self, done: _Gradients, table: TokenTable) -> dict[str, float]:
+    @torch.no_grad()
+    def _normalise(self, normaliser: float) -> tuple[float, float]:
+        """Make the sums those of the batch's loss and clip the gradient; returns the loss and the norm before that."""
+        if not self._done.finite:
+            return self._done.loss, math.nan
+        for parameter in self._trainable():
+            if parameter.grad is not None:
+                parameter.grad /= normaliser
+        norm = nn.utils.clip_grad_norm_(self._trainable(), self.gradient_clip_val or math.inf)
+        return self._done.loss / normaliser, float(norm)
+
+    def _count_nonfinite(self, loss: float, norm: float, table: TokenTable) -> dict[str, float]:
         self._nonfinite_in_a_row += 1
-        names = ", ".join(done.suspects[:8]) + (", ..." if len(done.suspects) > 8 else "")
+        suspects = self._done.suspects or table.names
+        names = ", ".join(suspects[:8]) + (", ..." if len(suspects) > 8 else "")
         message = (
-            f"training version {table.version}: loss {done.loss:g}, gradient norm {done.norm:g}; no update, batch "
+            f"training version {table.version}: loss {loss:g}, gradient norm {norm:g}; no update, batch "
             f"dropped ({self._nonfinite_in_a_row} in a row). Samples: {names}"
         )
         log.warning(message)
@@ -264,11 +288,6 @@ class PolicyModule(pl.LightningModule):
     def validation_step(self, batch: EvalBatch, batch_idx: int) -> None:
         """Log a finished evaluation under ``eval/``, with the version it measured."""
         self.log_dict({f"eval/{k}": float(v) for k, v in batch.summary().items()}, batch_size=1)
-
-    @override
-    def transfer_batch_to_device(self, batch: Any, device: torch.device, dataloader_idx: int) -> Any:
-        """Batches are plain Python; tensors are made of them micro-batch by micro-batch."""
-        return batch
 
     @torch.no_grad()
     def logprobs(self, token_ids: Sequence[int]) -> list[float]:

@@ -23,7 +23,7 @@ SGD = partial(torch.optim.SGD, lr=0.1)
 
 
 class Feed:
-    """Batches in order; claims a huge length, as the datamodule's loader does."""
+    """Batches in order; claims a huge length, as the real loader does."""
 
     def __init__(self, batches):
         self.batches = batches
@@ -33,6 +33,24 @@ class Feed:
 
     def __iter__(self):
         return iter(self.batches)
+
+
+class Data(pl.LightningDataModule):
+    """Hands batches over as they are, as RolloutDataModule does."""
+
+    def __init__(self, batches, evaluations=()):
+        super().__init__()
+        self.batches = batches
+        self.evaluations = list(evaluations)
+
+    def train_dataloader(self):
+        return Feed(self.batches)
+
+    def val_dataloader(self):
+        return Feed(self.evaluations) if self.evaluations else []
+
+    def transfer_batch_to_device(self, batch, device, dataloader_idx):
+        return batch
 
 
 class Record(pl.Callback):
@@ -70,7 +88,7 @@ def fit(policy, batches, max_steps=100, ckpt_path=None, more=(), **trainer_argum
         enable_model_summary=False,
         **trainer_arguments,
     )
-    trainer.fit(policy, Feed(batches), ckpt_path=ckpt_path, weights_only=True)
+    trainer.fit(policy, datamodule=Data(batches), ckpt_path=ckpt_path, weights_only=True)
     return trainer, record
 
 
@@ -82,7 +100,7 @@ def reference_gradients(batch, loss):
     """The batch's loss, one sequence at a time, straight from the model."""
     model = tiny_llama()
     lengths = torch.tensor([t.trainable_tokens for t in batch.trajectories])
-    token_weights = loss.token_weights(lengths)
+    token_weights = loss.token_weights(lengths) / loss.normaliser(lengths)
     advantages = [a for group in batch.advantages for a in group]
     for t, advantage, weight in zip(batch.trajectories, advantages, token_weights, strict=True):
         positions = [i for i, trained in enumerate(t.loss_mask) if trained]
@@ -328,7 +346,7 @@ def test_parity_logprobs_use_the_precision_of_training():
         max_steps=1, precision="bf16-mixed", accelerator="cpu", callbacks=[Ask()], logger=False,
         enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
     )  # fmt: skip
-    trainer.fit(policy, Feed([make_batch()]))
+    trainer.fit(policy, datamodule=Data([make_batch()]))
     assert seen[0] == pytest.approx(alone, abs=0.2)
     assert seen[0] != alone
 
@@ -367,7 +385,8 @@ def test_evaluations_are_logged_with_their_version():
     prompt = Prompt("eval/add/0", "add", {})
     result = EvalResult(prompt, (trajectory([1], [2], reward=1.0), trajectory([1], [3], reward=0.0)))
     trainer = pl.Trainer(accelerator="cpu", logger=False, enable_checkpointing=False, enable_progress_bar=False)
-    trainer.validate(make_policy(), Feed([EvalBatch(version=7, results=(result,), seconds=1.5)]), verbose=False)
+    evaluation = EvalBatch(version=7, results=(result,), seconds=1.5)
+    trainer.validate(make_policy(), datamodule=Data([], [evaluation]), verbose=False)
     assert trainer.callback_metrics["eval/reward"] == 0.5
     assert trainer.callback_metrics["eval/version"] == 7
 
