@@ -86,6 +86,9 @@ class RolloutDataModule(LightningDataModule):
         rollout_threads: Event loops that run rollouts, >= 1.
         filter_zero_variance: End groups whose rewards are all equal as filtered; they carry no signal.
         load_timeout_s: Deadline of one weight load.
+        forward_backward_batch: At ``max_staleness=0``, train complete groups while others of their batch still run:
+            ``"auto"`` (where advantages are group-centred), ``"off"``, or how much has to be complete, of which either
+            is enough: ``{"min_sequences": 64, "min_tokens": 131072}``.
     """
 
     def __init__(
@@ -114,6 +117,7 @@ class RolloutDataModule(LightningDataModule):
         rollout_threads: int = 2,
         filter_zero_variance: bool = False,
         load_timeout_s: float = 120.0,
+        forward_backward_batch: Literal["auto", "off"] | Mapping[str, Any] = "auto",
     ) -> None:
         super().__init__()
         if isinstance(environment, Environment):
@@ -141,6 +145,7 @@ class RolloutDataModule(LightningDataModule):
         self.rollout_threads = rollout_threads
         self.filter_zero_variance = filter_zero_variance
         self.load_timeout_s = load_timeout_s
+        self.forward_backward_batch = forward_backward_batch
         self.train_rows: dict[str, Sequence[Mapping[str, Any]]] = {}
         self.eval_prompts: list[Prompt] = []
 
@@ -170,3 +175,8 @@ class RolloutDataModule(LightningDataModule):
     @override
     def val_dataloader(self) -> EvalFeed:
         return EvalFeed(self.trainer)  # type: ignore[arg-type]
+
+    @override
+    def transfer_batch_to_device(self, batch: Any, device: Any, dataloader_idx: int) -> Any:
+        # Batches are plain Python; the policy makes tensors of them, micro-batch by micro-batch.
+        return batch
