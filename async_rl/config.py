@@ -117,6 +117,10 @@ class RolloutConfig:
     reward_timeout_s: Annotated[float, Key("deadline of one reward call", gt=0)]
     rollout_threads: Annotated[int, Key("event loops that run rollouts", ge=1)]
     filter_zero_variance: Annotated[bool, Key("leave out groups whose rewards are all equal")]
+    forward_backward_batch: Annotated[
+        Literal["auto", "off", False] | Mapping[str, Any],
+        Key("at max_staleness=0, train complete groups early: auto, off, or {min_sequences: 64, min_tokens: 131072}"),
+    ]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

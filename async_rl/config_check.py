@@ -147,7 +147,7 @@ def _select(config: Mapping[str, Any], path: str) -> Any:
 
 
 def _contradictions(config: RunConfig) -> list[Problem]:
-    rules = (_staleness_rules, _group_rules, _sampling_rules, _loss_rules, _directory_rules)
+    rules = (_staleness_rules, _group_rules, _ahead_rules, _sampling_rules, _loss_rules, _directory_rules)
     return [problem for rule in rules for problem in rule(config)]
 
 
@@ -216,6 +216,31 @@ def _group_rules(c: RunConfig) -> Iterator[Problem]:
                 f"1 leaves {target.rpartition('.')[2]} nothing to compare a reward with: every advantage would be 0; "
                 "raise group_size, or set algorithm=batch_normalised algorithm.advantage.group_baseline=false",
             )
+
+
+def _ahead_rules(c: RunConfig) -> Iterator[Problem]:
+    key, given = "rollout.forward_backward_batch", c.rollout.forward_backward_batch
+    if not isinstance(given, Mapping):
+        return
+    for name, value in given.items():
+        if name not in ("min_sequences", "min_tokens"):
+            yield unknown_key(f"{key}.{name}", ("min_sequences", "min_tokens"), ())
+        elif fault := type_fault(value, int, Range(ge=1)):
+            yield Problem(f"{key}.{name}", f"{value!r} is not possible; give {fault}")
+    if c.max_staleness > 0 or c.stale_policy != "wait":
+        yield Problem(
+            key,
+            f"is for max_staleness=0 with stale_policy=wait; with max_staleness={c.max_staleness} and "
+            f"stale_policy={c.stale_policy} rollouts run ahead instead: set it to auto, or max_staleness=0 and "
+            "stale_policy=wait",
+        )
+    target = str(c.algorithm.advantage.get("_target_"))
+    if target.startswith("async_rl.") and target.endswith(".BatchNormalised"):
+        yield Problem(
+            key,
+            "is for group-centred advantages, but BatchNormalised needs the whole batch; set it to auto, or "
+            "algorithm=grpo",
+        )
 
 
 def _sampling_rules(c: RunConfig) -> Iterator[Problem]:

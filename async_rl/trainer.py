@@ -280,11 +280,30 @@ class AsyncRLTrainer(pl.Trainer):
             if self.evaluate_at == "ends" and self.global_step == 0:
                 self.evaluate_now()
         self._poll_or_stop()
-        batch = self.orchestrator.next_batch(self._poll_or_stop)
+        batch = self._wait_for_batch()
         if batch is None:
             self.stop("the prompts are used up")
             raise StopRun
         self.call_rl_hook("on_batch_planned", batch)
+        return batch
+
+    def _wait_for_batch(self) -> Batch | None:
+        """The next batch; while it is incomplete, train ahead on what is certain to be in it.
+
+        Waiting between the parts is waiting for the batch: hooks run, stop and failures are noticed. Whatever ends the
+        wait without a batch takes the gradients of the parts with it; their groups are kept, no more.
+        """
+        policy, session = self.lightning_module, self.session
+        batch = None
+        try:
+            while (part := session.orchestrator.next_part(self._poll_or_stop)) is not None:
+                session.overlap.step_started(time.monotonic(), session.busy_s())
+                policy.train_ahead(part)
+                session.overlap.step_ended(time.monotonic(), session.busy_s())
+            batch = session.orchestrator.next_batch(self._poll_or_stop)
+        finally:
+            if batch is None:
+                policy.discard()
         return batch
 
     def run_evaluation(self) -> EvalBatch:

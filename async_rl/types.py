@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from typing import Any
 
@@ -176,6 +176,13 @@ class Batch:
     def ages(self) -> Sequence[int]:
         """Age of every stamped group: version being trained minus head version."""
         return [self.version - g.head for g in self.groups if g.head is not None]
+
+    def without(self, group_ids: Collection[int]) -> Batch:
+        """The batch less some of its groups."""
+        rest = [i for i, group in enumerate(self.groups) if group.id not in group_ids]
+        return replace(
+            self, groups=tuple(self.groups[i] for i in rest), advantages=tuple(self.advantages[i] for i in rest)
+        )
 
     @property
     def trajectories(self) -> list[Trajectory]:

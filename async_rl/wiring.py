@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
@@ -12,7 +12,7 @@ from async_rl.engines.base import Engine, SamplingParams
 from async_rl.environments.rollout import RolloutFunction, make_rollout
 from async_rl.orchestrator.ledger import Ledger
 from async_rl.orchestrator.orchestrator import Orchestrator
-from async_rl.orchestrator.settings import OrchestratorSettings
+from async_rl.orchestrator.settings import ForwardBackwardBatch, OrchestratorSettings
 from async_rl.session import RolloutSession
 from async_rl.weights.base import WeightPublisher
 from async_rl.weights.publishers import make_publisher
@@ -74,6 +74,40 @@ class StalenessSettings:
         return ahead, sampling
 
 
+def forward_backward_batch(
+    setting: Literal["auto", "off"] | Mapping[str, Any], staleness: StalenessSettings, policy: PolicyModule
+) -> ForwardBackwardBatch | None:
+    """When to train complete groups ahead of the rest of their batch; ``None``: never.
+
+    Raises:
+        ValueError: it was asked for where it can't be done; the message names the setting and the fix.
+    """
+    synchronous = staleness.max_staleness == 0 and staleness.stale_policy == "wait"
+    # An advantage function that doesn't say is taken to need the whole batch.
+    needs_batch = getattr(policy.advantage, "needs_batch", True)
+    if setting in ("auto", "off", False):
+        return ForwardBackwardBatch() if setting == "auto" and synchronous and not needs_batch else None
+    if not isinstance(setting, Mapping):
+        raise ValueError(
+            f'forward_backward_batch={setting!r}: give "auto", "off", or min_sequences and min_tokens, for example '
+            '{"min_sequences": 64, "min_tokens": 131072}'
+        )
+    if unknown := set(setting) - {"min_sequences", "min_tokens"}:
+        raise ValueError(f"forward_backward_batch: there is no {min(unknown)}; it has min_sequences and min_tokens")
+    if not synchronous:
+        raise ValueError(
+            f"forward_backward_batch={dict(setting)} with max_staleness={staleness.max_staleness}, "
+            f"stale_policy={staleness.stale_policy}: rollouts run ahead of training there, so a batch is trained once "
+            'it is complete; set forward_backward_batch="auto", or max_staleness=0 and stale_policy=wait'
+        )
+    if needs_batch:
+        raise ValueError(
+            f"forward_backward_batch={dict(setting)} with {type(policy.advantage).__name__}: its advantages need the "
+            'whole batch; set forward_backward_batch="auto", or a group-centred advantage such as GRPO'
+        )
+    return ForwardBackwardBatch(**setting)
+
+
 def open_session(trainer: AsyncRLTrainer, policy: PolicyModule, data: RolloutDataModule) -> RolloutSession:
     """Build the session of one fit: control plane, rollout functions and publisher around engines that have started.
 
@@ -104,6 +138,7 @@ def open_session(trainer: AsyncRLTrainer, policy: PolicyModule, data: RolloutDat
         last_batch=data.last_batch,
         filter_zero_variance=data.filter_zero_variance,
         load_timeout_s=data.load_timeout_s,
+        forward_backward_batch=forward_backward_batch(data.forward_backward_batch, staleness, policy),
     )
 
     def rollout_with(sampling: SamplingParams) -> RolloutFunction:

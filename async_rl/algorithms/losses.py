@@ -38,13 +38,20 @@ class PolicyLoss(Protocol):
         ...
 
     def token_weights(self, lengths: Tensor) -> Tensor:
-        """Weight of each token of each sequence, ``[sequences]``, from trainable lengths of the *whole* batch."""
+        """Weight of each token of each sequence, ``[sequences]``: a function of that sequence's trainable length alone.
+
+        So that some sequences can be trained while others of the batch are still being generated.
+        """
+        ...
+
+    def normaliser(self, lengths: Tensor) -> float:
+        """What the sum over the *whole* batch, with these trainable lengths, is divided by, > 0."""
         ...
 
     def __call__(
         self, current: Tensor, proximal: Tensor, behaviour: Tensor, advantages: Tensor, weights: Tensor
     ) -> Tensor:
-        """Loss of some tokens of the batch, a scalar; the batch's loss is the sum over its micro-batches."""
+        """Loss of some tokens, a scalar; the batch's loss is the sum over its micro-batches over the normaliser."""
         ...
 
 
@@ -116,21 +123,20 @@ def clipped_surrogate(
 
 
 def token_weights(lengths: Tensor, normalise: Normalise, constant: int) -> Tensor:
-    r"""What one token of each sequence counts in the batch's loss.
+    r"""What one token of each sequence counts, before the batch's sum is divided by :func:`normaliser`.
 
-    With :math:`n_i` trainable tokens in sequence :math:`i` and :math:`N` sequences that have any:
+    With :math:`n_i` trainable tokens in sequence :math:`i`:
 
-    .. math:: \frac{1}{\sum_j n_j} \;\text{(token)}, \qquad \frac{1}{N n_i} \;\text{(sequence)}, \qquad
-              \frac{1}{N L} \;\text{(constant } L \text{)}
+    .. math:: 1 \;\text{(token)}, \qquad \frac{1}{n_i} \;\text{(sequence)}, \qquad
+              \frac{1}{L} \;\text{(constant } L \text{)}
 
-    Masked tokens are in no length, so they leave numerator and denominator. The weights come from the whole batch:
-    cutting it into micro-batches doesn't change the gradient.
+    No weight depends on another sequence: cutting the batch anywhere doesn't change the gradient.
 
     Source: token: DAPO, Yu et al. 2025 (arXiv:2503.14476), token-level loss; sequence: GRPO, Shao et al. 2024
     (arXiv:2402.03300), equation 3; constant: Dr. GRPO, Liu et al. 2025 (arXiv:2503.20783).
 
     Args:
-        lengths: Trainable tokens of each sequence of the batch, ``[sequences]``.
+        lengths: Trainable tokens of each sequence, ``[sequences]``.
         normalise: ``"token"``, ``"sequence"`` or ``"constant"``.
         constant: :math:`L` in tokens, used by ``"constant"`` only.
 
@@ -138,25 +144,43 @@ def token_weights(lengths: Tensor, normalise: Normalise, constant: int) -> Tenso
         Weights, float32 ``[sequences]``; 0 where a sequence has no trainable token.
     """
     counts = lengths.to(torch.float32)
-    trained = counts > 0
     if normalise == "token":
-        weights = torch.full_like(counts, 1.0 / max(float(counts.sum()), 1.0))
+        weights = torch.ones_like(counts)
     elif normalise == "sequence":
-        weights = 1.0 / (counts.clamp(min=1.0) * trained.sum().clamp(min=1))
+        weights = 1.0 / counts.clamp(min=1.0)
     else:
-        weights = torch.full_like(counts, 1.0 / (max(int(trained.sum()), 1) * constant))
-    return torch.where(trained, weights, 0.0)
+        weights = torch.full_like(counts, 1.0 / constant)
+    return torch.where(counts > 0, weights, 0.0)
+
+
+def normaliser(lengths: Tensor, normalise: Normalise) -> float:
+    r"""What the weighted sum over the whole batch is divided by.
+
+    .. math:: \sum_j n_j \;\text{(token)}, \qquad N \;\text{(sequence, constant)}
+
+    with :math:`n_j` trainable tokens in sequence :math:`j` and :math:`N` sequences that have any. Masked tokens are in
+    no length, so they leave numerator and denominator.
+
+    Args:
+        lengths: Trainable tokens of each sequence of the batch, ``[sequences]``.
+        normalise: ``"token"``, ``"sequence"`` or ``"constant"``.
+
+    Returns:
+        A number >= 1.
+    """
+    return max(float(lengths.sum() if normalise == "token" else (lengths > 0).sum()), 1.0)
 
 
 @dataclass(frozen=True, slots=True)
 class DecoupledPPOLoss:
     r"""Decoupled clipped surrogate: corrects for the behaviour policy, keeps close to the proximal one.
 
-    .. math:: L = -\sum_t \omega_t \, w_t
+    .. math:: L = -\frac{1}{Z} \sum_t \omega_t \, w_t
               \min\left(u_t A_t,\; \mathrm{clip}(u_t, 1 - \epsilon_{low}, 1 + \epsilon_{high}) A_t\right), \qquad
               u_t = \frac{\pi_\theta}{\pi_{prox}}, \quad r_t = \frac{\pi_{prox}}{\pi_{behav}}
 
-    with :math:`w_t` from :func:`importance_weight` of :math:`r_t` and :math:`\omega_t` from :func:`token_weights`.
+    with :math:`w_t` from :func:`importance_weight` of :math:`r_t`, :math:`\omega_t` from :func:`token_weights` and
+    :math:`Z` from :func:`normaliser`.
     With one update per batch the proximal policy is the current one, detached: :math:`u_t = 1` in value, nothing is
     clipped, and the gradient is the importance-weighted policy gradient.
 
@@ -210,8 +234,12 @@ class DecoupledPPOLoss:
         return True
 
     def token_weights(self, lengths: Tensor) -> Tensor:
-        """:func:`token_weights` of the batch with trainable ``lengths`` (``[sequences]``)."""
+        """:func:`token_weights` of sequences with trainable ``lengths`` (``[sequences]``)."""
         return token_weights(lengths, self.normalise, self.constant)
+
+    def normaliser(self, lengths: Tensor) -> float:
+        """:func:`normaliser` of the batch with trainable ``lengths`` (``[sequences]``)."""
+        return normaliser(lengths, self.normalise)
 
     def __call__(
         self, current: Tensor, proximal: Tensor, behaviour: Tensor, advantages: Tensor, weights: Tensor
@@ -223,10 +251,10 @@ class DecoupledPPOLoss:
             proximal: Log-probabilities at the start of the step, without gradient, ``[tokens]``.
             behaviour: Log-probabilities under the sampling version, ``[tokens]``; NaN where unknown.
             advantages: ``[tokens]``.
-            weights: From :meth:`token_weights` of the whole batch, ``[tokens]``.
+            weights: From :meth:`token_weights`, ``[tokens]``.
 
         Returns:
-            Scalar; the batch's loss is the sum over its micro-batches.
+            Scalar; the batch's loss is the sum over its micro-batches, divided by :meth:`normaliser`.
         """
         ratio = behaviour_ratio(proximal, behaviour)
         weight = importance_weight(ratio, self.correction, self.cap)

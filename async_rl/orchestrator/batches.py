@@ -59,6 +59,7 @@ class BatchSource:
         self._open: Batch | None = None
         self._open_is_replayed = False
         self._planned: tuple[Group, ...] = ()
+        self._ahead: set[int] = set()
         self.waiting_for = ""
 
     def ready(self) -> bool:
@@ -74,6 +75,26 @@ class BatchSource:
         plan, self._planned = self._books.plan(short_ok=self._settings.last_batch == "train")
         self.waiting_for = plan.waiting_for
         return bool(plan.groups) or not plan.waiting_for
+
+    def part(self) -> tuple[Group, ...]:
+        """Complete groups of the next batch to train ahead of its rest, once there are enough; not those given before.
+
+        Whole groups, whatever of them is complete; what remains of the batch comes with it.
+        """
+        enough = self._settings.forward_backward_batch
+        if enough is None:
+            return ()
+        groups = tuple(group for group in self._books.certain() if group.id not in self._ahead)
+        trajectories = [t for group in groups for t in group.trajectories]
+        tokens = sum(len(t.token_ids) for t in trajectories)
+        return groups if len(trajectories) >= enough.min_sequences or tokens >= enough.min_tokens else ()
+
+    def take_part(self) -> Batch | None:
+        """A part of the next batch (see :meth:`part`), or ``None`` when the batch is ready."""
+        if self.ready() or not (groups := self.part()):
+            return None
+        self._ahead.update(group.id for group in groups)
+        return self._make(groups)
 
     def take(self, wait: Callable[[Callable[[float], bool]], None]) -> Batch | None:
         """The batch, recorded; ``None`` when data or steps are over.
@@ -111,6 +132,7 @@ class BatchSource:
             else:
                 self._books.end_batch(outcome)
         self._open = None
+        self._ahead.clear()
 
     def not_replayed(self) -> list[int]:
         """Groups of recorded batches that were not trained again; a batch being trained again included."""

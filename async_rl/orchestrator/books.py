@@ -51,6 +51,7 @@ class Books:
         self._planner = planner
         self._trained = trained
         self._slots = slots
+        self._batch_size = settings.batch_size
         self._samples = tuple(range(settings.group_size))
         self._needed = settings.trajectories_needed
         self._rollout = rollout
@@ -201,6 +202,19 @@ class Books:
             if plan.groups:
                 self._in_batch = plan.groups
             return plan, tuple(self._kept[group_id][0] for group_id in plan.groups)
+
+    def certain(self) -> list[Group]:
+        """Kept groups that are certain to be in the next batch, at S = 0; none where that can't be said.
+
+        At S = 0 the gate's bound term, (v + 1) * B - v' * B - (kept + running) with served version v <= trained version
+        v', lets a group in only while fewer than B are in the system. So once kept + running <= B that stays true until
+        a batch ends, a batch needs B kept groups, and it is formed of all there are: a group that is kept is in it. One
+        that is filtered or fails was never kept; what is admitted in its place takes its place in the batch.
+        """
+        with self._room.lock:
+            if len(self._kept) + len(self._running) > self._batch_size:  # a resume with a smaller bound
+                return []
+            return [group for group, _ in self._kept.values()]
 
     def end_batch(self, outcome: Outcome) -> None:
         """End the groups of the batch; where it was trained, the trained version moves in the same instant."""

@@ -250,6 +250,20 @@ class Orchestrator:
 
     # batches
 
+    def next_part(self, poll: Poll) -> Batch | None:
+        """Block until complete groups of the next batch can be trained ahead, or the batch itself is ready.
+
+        Returns:
+            Whole groups that will be in the batch :meth:`next_batch` returns, unless the run ends before; ``None`` when
+            that has nothing to wait for any more, and at once without ``forward_backward_batch``.
+        """
+        if self.settings.forward_backward_batch is None:
+            return None
+        began_s = time.monotonic()
+        self._wait("a batch", lambda: self._batches.ready() or bool(self._batches.part()), poll)
+        self._meters.took("wait_for_batch", time.monotonic() - began_s)
+        return self._batches.take_part()
+
     def next_batch(self, poll: Poll) -> Batch | None:
         """Block until the batch of the next step is planned and recorded.
 

@@ -7,6 +7,25 @@ from typing import Literal
 
 
 @dataclass(frozen=True, slots=True)
+class ForwardBackwardBatch:
+    """How much of a batch must be complete to be trained ahead of its rest; whichever is reached first submits.
+
+    Attributes:
+        min_sequences: Trajectories, ``>= 1``.
+        min_tokens: Their tokens, prompts included, ``>= 1``.
+    """
+
+    min_sequences: int = 64
+    min_tokens: int = 131072
+
+    def __post_init__(self) -> None:
+        for key in ("min_sequences", "min_tokens"):
+            value = getattr(self, key)
+            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+                raise ValueError(f"{key}={value!r} is not possible; give a whole number >= 1")
+
+
+@dataclass(frozen=True, slots=True)
 class OrchestratorSettings:
     """Settings of one run's control plane (DESIGN sections 2 and 5).
 
@@ -33,6 +52,7 @@ class OrchestratorSettings:
         filter_zero_variance: End groups whose rewards are all equal as filtered.
         load_timeout_s: Deadline of one weight load into one engine.
         metrics_interval_s: How often gauges are read.
+        forward_backward_batch: Hand out complete groups while others of the batch still run (needs S = 0 and ``wait``).
     """
 
     max_steps: int | None
@@ -56,8 +76,14 @@ class OrchestratorSettings:
     filter_zero_variance: bool = False
     load_timeout_s: float = 120.0
     metrics_interval_s: float = 1.0
+    forward_backward_batch: ForwardBackwardBatch | None = None
 
     def __post_init__(self) -> None:
+        if self.forward_backward_batch is not None and (self.max_staleness != 0 or self.stale_policy != "wait"):
+            raise ValueError(
+                f"forward_backward_batch with max_staleness={self.max_staleness}, stale_policy={self.stale_policy}: "
+                "which groups make the next batch is certain only with max_staleness=0 and stale_policy=wait"
+            )
         for key, least in (("max_retries", 0), ("max_failures", 0), ("rollout_threads", 1)):
             if getattr(self, key) < least:
                 raise ValueError(f"{key}={getattr(self, key)} must be >= {least}")

@@ -13,6 +13,7 @@ from async_rl.algorithms.losses import (
     clipped_surrogate,
     importance_metrics,
     importance_weight,
+    normaliser,
     token_weights,
 )
 
@@ -51,14 +52,16 @@ def test_clipped_surrogate_by_hand():
 
 def test_token_weights_by_hand():
     lengths = torch.tensor([4, 0, 1])
-    assert token_weights(lengths, "token", 0).tolist() == pytest.approx([0.2, 0.0, 0.2])
-    assert token_weights(lengths, "sequence", 0).tolist() == pytest.approx([0.125, 0.0, 0.5])
-    assert token_weights(lengths, "constant", 10).tolist() == pytest.approx([0.05, 0.0, 0.05])
+    assert token_weights(lengths, "token", 0).tolist() == [1.0, 0.0, 1.0]
+    assert token_weights(lengths, "sequence", 0).tolist() == [0.25, 0.0, 1.0]
+    assert token_weights(lengths, "constant", 10).tolist() == pytest.approx([0.1, 0.0, 0.1])
+    assert [normaliser(lengths, n) for n in ("token", "sequence", "constant")] == [5.0, 2.0, 2.0]
 
 
 @pytest.mark.parametrize("normalise", ["token", "sequence", "constant"])
 def test_token_weights_of_a_batch_without_trainable_tokens_are_zero(normalise):
     assert token_weights(torch.tensor([0, 0]), normalise, 3).tolist() == [0.0, 0.0]
+    assert normaliser(torch.tensor([0, 0]), normalise) == 1.0
 
 
 def test_decoupled_loss_by_hand():
@@ -114,7 +117,7 @@ def test_one_update_per_batch_is_the_weighted_policy_gradient():
 @given(st.lists(st.integers(0, 9), min_size=1, max_size=12), st.sampled_from(["token", "sequence", "constant"]))
 def test_weights_sum_to_what_the_normalisation_says(lengths, normalise):
     tensor = torch.tensor(lengths)
-    total = float((token_weights(tensor, normalise, 10) * tensor).sum())
+    total = float((token_weights(tensor, normalise, 10) * tensor).sum()) / normaliser(tensor, normalise)
     trained = [n for n in lengths if n]
     expected = (sum(trained) / (10 * len(trained)) if normalise == "constant" else 1.0) if trained else 0.0
     assert total == pytest.approx(expected, rel=1e-5)
