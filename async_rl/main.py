@@ -99,12 +99,15 @@ def _train(config: RunConfig, choices: Mapping[str, Any], record: RunRecord) -> 
         log.debug("while building", exc_info=error)
         compose.report(refusal)
         return EXIT_CONFIG, refusal
+    from async_rl.callbacks.summary import RunSummary
+
     try:
         trainer.fit(policy, datamodule=datamodule)
     except Exception as error:
         return EXIT_ERROR, _unexpected(error)
     finally:
-        record.add_evaluations(trainer.evaluations)
+        summary = next((c.figures for c in trainer.callbacks if isinstance(c, RunSummary)), {})
+        record.add_results(trainer.evaluations, summary)
     return trainer.end.exit_code, trainer.end.reason
 
 

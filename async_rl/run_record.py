@@ -101,6 +101,7 @@ class RunRecord:
             "exit_code": None,
             "facts": {},
             "evaluations": [],
+            "summary": {},
             "packages": _packages(),
             "git_commit": _git_commit(),
             "python": platform.python_version(),
@@ -114,9 +115,10 @@ class RunRecord:
         self._content["facts"] = dict(facts)
         self._write()
 
-    def add_evaluations(self, evaluations: Sequence[Mapping[str, float]]) -> None:
-        """Write down the evaluations the run made."""
+    def add_results(self, evaluations: Sequence[Mapping[str, float]], summary: Mapping[str, float | str]) -> None:
+        """Write down the evaluations the run made, and the figures of its closing table."""
         self._content["evaluations"] = [dict(e) for e in evaluations]
+        self._content["summary"] = dict(summary)
         self._write()
 
     def finish(self, reason: str, exit_code: int) -> None:

@@ -41,7 +41,10 @@ def run(setting: str, staleness: int, pair: int, args: argparse.Namespace, direc
             f"{' '.join(command)} ended with {done.returncode}:\n{done.stdout[-2000:]}\n{done.stderr[-4000:]}"
         )
     figures = json.loads((run_dir / "run.json").read_text())["summary"]
-    print(f"  {setting} S={staleness} pair {pair}: {figures['seconds'] / figures['steps']:.1f} s/step", flush=True)
+    print(
+        f"  {setting} S={staleness} pair {pair}: {figures['step_s']:.1f} s/step, evaluation {figures['eval_end']:.1%}, max age {figures['age_max']}",
+        flush=True,
+    )
     return figures
 
 
@@ -63,7 +66,7 @@ def main() -> None:
             for pair in range(args.pairs):
                 for staleness in (0, args.staleness) if pair % 2 == 0 else (args.staleness, 0):
                     runs[staleness].append(run(setting, staleness, pair, args, Path(directory)))
-            step_s = {s: statistics.median(f["train_loop_s"] / f["steps"] for f in r) for s, r in runs.items()}
+            step_s = {s: statistics.median(f["step_s"] for f in r) for s, r in runs.items()}
             for staleness, results in runs.items():
                 rows.append(
                     {

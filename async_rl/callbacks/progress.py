@@ -60,6 +60,7 @@ class RunProgress(RLCallback):
         now_s = time.monotonic()
         step_s, self._step_began_s = now_s - self._step_began_s, now_s
         step = pl_module.last_step
+        waited_s = self._waited_s - step.metrics.get("train/ahead_s", 0.0)
         if not step.updated:
             self.console.print(f"[yellow]batch {batch_idx} not trained: {step.reason}[/yellow]")
         elif trainer.global_step % self.every == 0:
@@ -73,7 +74,7 @@ class RunProgress(RLCallback):
                 f"  age {sum(ages) / len(ages):.1f} max {max(ages)} of {bound}"
                 f"  running {books['running']:.0f} kept {books['kept']:.0f}"
                 f"  {trainer.session.tokens_per_s():.0f} tokens/s"
-                f"  {step_s:.1f} s (waited {self._waited_s:.1f} s)"
+                f"  {step_s:.1f} s (waited {waited_s:.1f} s)"
             )
 
     @override

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from lightning.pytorch import LightningModule
 from rich.console import Console
@@ -35,6 +35,7 @@ class RunSummary(RLCallback):
         self.figures: dict[str, float | str] = {}
         self._tokens_by_age: Counter[int] = Counter()
         self._began_s = time.monotonic()
+        self._step_ends_s: list[float] = []
 
     @override
     def on_train_start(self, trainer: AsyncRLTrainer, pl_module: LightningModule) -> None:  # type: ignore[override]
@@ -44,21 +45,32 @@ class RunSummary(RLCallback):
     def on_batch_planned(self, trainer: AsyncRLTrainer, policy: LightningModule, batch: Batch) -> None:
         for trajectory in batch.trajectories:
             for s in trajectory.segments:
-                if s.version is not None:
-                    self._tokens_by_age[batch.version - s.version] += s.end - s.start
+                if s.version is not None:  # masked tokens are not trained
+                    self._tokens_by_age[batch.version - s.version] += sum(trajectory.loss_mask[s.start : s.end])
+
+    @override
+    def on_train_batch_end(  # type: ignore[override]
+        self, trainer: AsyncRLTrainer, pl_module: LightningModule, outputs: Any, batch: Batch, batch_idx: int
+    ) -> None:
+        self._step_ends_s.append(time.monotonic())
 
     @override
     def on_train_end(self, trainer: AsyncRLTrainer, pl_module: LightningModule) -> None:  # type: ignore[override]
         session, ages = trainer.session, self._tokens_by_age
+        if not self._step_ends_s:
+            return
         seconds = time.monotonic() - self._began_s
         self.figures = {
             "steps": trainer.global_step,
             "seconds": seconds,
+            # From the end of the first step on: before it, the engine also runs the first evaluation.
+            "step_s": (self._step_ends_s[-1] - self._step_ends_s[0]) / max(len(self._step_ends_s) - 1, 1),
+            "sampling_policy": trainer.orchestrator.settings.sampling_policy,
             "tokens_per_s": session.tokens_per_s(),
             "age_mean": sum(a * n for a, n in ages.items()) / max(ages.total(), 1),
             "age_p99": age_quantile(ages, 0.99),
             "age_max": max(ages, default=0),
-            "age_bound": trainer.staleness.max_staleness,
+            "age_bound": "none" if trainer.staleness.stale_policy == "allow" else trainer.staleness.max_staleness,
             "overlap": session.overlap.overlap(session.generation_s()),
             "train_s": session.overlap.train_s,
             "generation_s": session.generation_s(),
