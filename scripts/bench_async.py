@@ -31,7 +31,8 @@ def run(setting: str, staleness: int, pair: int, args: argparse.Namespace, direc
     run_dir = directory / f"{setting}-S{staleness}-{pair}"
     command = [
         sys.executable, str(ROOT / "train.py"), "+recipe=arithmetic", f"run_dir={run_dir}", f"max_steps={args.steps}",
-        f"max_staleness={staleness}", f"seed={pair}", f"sampling_policy={args.sampling_policy}", *args.overrides,
+        f"max_staleness={staleness}", f"seed={pair}", f"batch_size={args.batch_size}",
+        f"sampling_policy={args.sampling_policy}", *args.overrides,
     ]  # fmt: skip
     if setting == "tool":
         command += [TOOL[0] % args.tool_mean_s]
@@ -42,7 +43,8 @@ def run(setting: str, staleness: int, pair: int, args: argparse.Namespace, direc
         )
     figures = json.loads((run_dir / "run.json").read_text())["summary"]
     print(
-        f"  {setting} S={staleness} pair {pair}: {figures['step_s']:.1f} s/step, evaluation {figures['eval_end']:.1%}, max age {figures['age_max']}",
+        f"  {setting} S={staleness} pair {pair}: {figures['step_s']:.1f} s/step, overlap {figures['overlap']:.0%}, "
+        f"max age {figures['age_max']}, evaluation {figures['eval_end']:.1%}",
         flush=True,
     )
     return figures
@@ -56,7 +58,8 @@ def main() -> None:
     parser.add_argument("--setting", nargs="+", default=["tool", "plain"], choices=["tool", "plain"])
     parser.add_argument("--staleness", type=int, default=2, help="S of the asynchronous runs")
     parser.add_argument("--sampling-policy", default="auto")
-    parser.add_argument("--tool-mean-s", type=float, default=5.0)
+    parser.add_argument("--batch-size", type=int, default=4, help="prompts per step, of 8 samples each")
+    parser.add_argument("--tool-mean-s", type=float, default=2.5, help="about one training step")
     parser.add_argument("overrides", nargs="*", help="further overrides of every run, for example model=tiny")
     args = parser.parse_args()
     rows = []
