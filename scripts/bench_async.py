@@ -20,10 +20,6 @@ from rich.console import Console
 from rich.table import Table
 
 ROOT = Path(__file__).resolve().parent.parent
-TOOL = [
-    "environment={_target_: async_rl.environments.tool_latency.ToolLatency, mean_s: %g, sigma: 1.0, "
-    "environment: {_target_: async_rl.environments.arithmetic.Arithmetic}}"
-]
 
 
 def run(setting: str, staleness: int, pair: int, args: argparse.Namespace, directory: Path) -> dict[str, float]:
@@ -35,7 +31,7 @@ def run(setting: str, staleness: int, pair: int, args: argparse.Namespace, direc
         f"sampling_policy={args.sampling_policy}", *args.overrides,
     ]  # fmt: skip
     if setting == "tool":
-        command += [TOOL[0] % args.tool_mean_s]
+        command += ["environment=tool_latency", f"environment.mean_s={args.tool_mean_s}"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     if done.returncode != 0:
         raise SystemExit(
