@@ -227,7 +227,7 @@ class PolicyModule(pl.LightningModule):
         schedule.step()
         metrics |= done.metrics(self.loss.cap) | {"train/step_s": done.ahead_s + time.monotonic() - began_s}
         if done.ahead:
-            metrics["train/ahead_share"] = done.ahead / len(batch.trajectories)
+            metrics |= {"train/ahead_share": done.ahead / len(batch.trajectories), "train/ahead_s": done.ahead_s}
         return StepResult(True, "trained", metrics)
 
     def _accumulate(self, table: TokenTable, part: Batch) -> None:

@@ -28,7 +28,7 @@ from async_rl.session import RolloutSession, close_engines, in_thread, start_eng
 from async_rl.signals import stop_signals
 from async_rl.types import Batch, EvalBatch
 from async_rl.weights.parity import check_parity, mean_tolerance
-from async_rl.wiring import StalenessSettings, open_session
+from async_rl.wiring import StalenessSettings, check_settings, open_session
 
 log = logging.getLogger(__name__)
 
@@ -181,7 +181,7 @@ class AsyncRLTrainer(pl.Trainer):
         Raises:
             Exception: The first failure of any thread, engine, environment, callback or of training itself.
         """
-        self.staleness.check(model)
+        check_settings(self, model, datamodule)
         if ckpt_path is None and self.resume:
             ckpt_path = latest_checkpoint(self.run_dir / "checkpoints")
             if ckpt_path is None and not (self.run_dir / "run.db").exists():

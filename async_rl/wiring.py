@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
@@ -10,6 +11,7 @@ import torch
 
 from async_rl.engines.base import Engine, SamplingParams
 from async_rl.environments.rollout import RolloutFunction, make_rollout
+from async_rl.orchestrator.gate import CapacityGate
 from async_rl.orchestrator.ledger import Ledger
 from async_rl.orchestrator.orchestrator import Orchestrator
 from async_rl.orchestrator.settings import ForwardBackwardBatch, OrchestratorSettings
@@ -23,10 +25,12 @@ if TYPE_CHECKING:
     from async_rl.policy import PolicyModule
     from async_rl.trainer import AsyncRLTrainer
 
+log = logging.getLogger(__name__)
+
 
 @dataclass(frozen=True, slots=True)
 class StalenessSettings:
-    """How old the data may get, as the user set it.
+    """How old the data may get, as the user set it, and what that gives up.
 
     Attributes:
         max_staleness: S, >= 0.
@@ -62,6 +66,26 @@ class StalenessSettings:
                 f"max_staleness={self.max_staleness} with a loss that does not correct for the behaviour policy; "
                 "set the loss's correction to truncate or mask, max_staleness=0, or acknowledge_staleness=true"
             )
+
+    def given_up(self, policy: PolicyModule) -> str:
+        """What an acknowledged setting gives up, for people; empty where it is nothing."""
+        if self.stale_policy == "mask":
+            return (
+                f"stale_policy=mask: the trainer does not wait for rollouts that are late; tokens older than "
+                f"max_staleness={self.max_staleness} versions are masked out of the loss, so late rollouts teach "
+                "little or nothing, and those are the long ones"
+            )
+        if self.stale_policy == "allow":
+            return (
+                "stale_policy=allow: nothing bounds the age of what is trained; a rollout is trained whenever it ends, "
+                f"with tokens of any age (max_staleness={self.max_staleness} is not enforced)"
+            )
+        if self.max_staleness > 0 and not policy.loss.corrects_off_policy:
+            return (
+                f"max_staleness={self.max_staleness} without off-policy correction: tokens up to "
+                f"{self.max_staleness} versions old are trained as if the current policy had sampled them"
+            )
+        return ""
 
     def resolve(self, versions_alive: int) -> tuple[int, Literal["segment", "trajectory"]]:
         """W and the sampling policy for engines that keep so many versions alive."""
@@ -108,16 +132,30 @@ def forward_backward_batch(
     return ForwardBackwardBatch(**setting)
 
 
-def open_session(trainer: AsyncRLTrainer, policy: PolicyModule, data: RolloutDataModule) -> RolloutSession:
-    """Build the session of one fit: control plane, rollout functions and publisher around engines that have started.
+def check_settings(trainer: AsyncRLTrainer, policy: PolicyModule, data: RolloutDataModule) -> None:
+    """Refuse impossible settings before anything is started, and say what the accepted ones give up.
+
+    Raises:
+        ValueError: a setting is impossible, or needs to be acknowledged; the message names it.
+    """
+    trainer.staleness.check(policy)
+    CapacityGate.of(orchestrator_settings(trainer, policy, data))
+    if given_up := trainer.staleness.given_up(policy):
+        log.warning("%s", given_up)
+
+
+def orchestrator_settings(
+    trainer: AsyncRLTrainer, policy: PolicyModule, data: RolloutDataModule
+) -> OrchestratorSettings:
+    """The control plane's numbers, from those of trainer and datamodule.
 
     Raises:
         ValueError: a setting is impossible; the message names it.
     """
-    staleness, version = trainer.staleness, trainer.global_step
+    staleness = trainer.staleness
     versions_alive = min(engine.versions_alive for engine in data.engines)
     admit_ahead, sampling_policy = staleness.resolve(versions_alive)
-    settings = OrchestratorSettings(
+    return OrchestratorSettings(
         max_steps=trainer.max_steps,
         max_staleness=staleness.max_staleness,
         admit_ahead=admit_ahead,
@@ -141,6 +179,15 @@ def open_session(trainer: AsyncRLTrainer, policy: PolicyModule, data: RolloutDat
         forward_backward_batch=forward_backward_batch(data.forward_backward_batch, staleness, policy),
     )
 
+
+def open_session(trainer: AsyncRLTrainer, policy: PolicyModule, data: RolloutDataModule) -> RolloutSession:
+    """Build the session of one fit: control plane, rollout functions and publisher around engines that have started.
+
+    Raises:
+        ValueError: a setting is impossible; the message names it.
+    """
+    version = trainer.global_step
+
     def rollout_with(sampling: SamplingParams) -> RolloutFunction:
         return make_rollout(
             data.environments,
@@ -152,7 +199,7 @@ def open_session(trainer: AsyncRLTrainer, policy: PolicyModule, data: RolloutDat
 
     ledger = Ledger(trainer.run_dir / "run.db")
     orchestrator = Orchestrator(
-        settings,
+        orchestrator_settings(trainer, policy, data),
         engines=data.engines,
         prompts=data.prompt_stream(trainer.seed),
         rollout=rollout_with(data.sampling),

@@ -42,6 +42,7 @@ def refused(*overrides: str) -> str:
     pytest.fail(f"{overrides} was accepted")
 
 
+EARLY = "rollout.forward_backward_batch"
 OPTIONS = sorted(f"{file.parent.name}={file.stem}" for file in compose.CONF.glob("*/*.yaml"))
 RECIPES = sorted(compose.recipe_files())
 
@@ -167,6 +168,16 @@ def test_an_impossible_value_is_refused_naming_what_is_possible_and_where_it_cam
         (["rollout.sampling.top_k=20"], "rollout.sampling.top_k", "set it to 0"),
         (["engine=vllm", "rollout.sampling.max_tokens=4096"], "rollout.sampling.max_tokens", "engine.max_model_len"),
         (["rollout.last_batch=train"], "rollout.last_batch", "rollout.epochs"),
+        ([f"{EARLY}={{min_tokens: 9}}"], EARLY, "set it to auto, or max_staleness=0"),
+        (
+            [f"{EARLY}={{min_tokens: 9}}", "max_staleness=0", "stale_policy=mask", "acknowledge_staleness=true"],
+            EARLY,
+            "stale_policy=wait",
+        ),
+        ([f"{EARLY}={{min_tokens: 9}}", "max_staleness=0", "algorithm=batch_normalised"], EARLY, "algorithm=grpo"),
+        ([f"{EARLY}={{min_tokens: 0}}", "max_staleness=0"], f"{EARLY}.min_tokens", "a number >= 1"),
+        ([f"{EARLY}={{min_token: 9}}", "max_staleness=0"], f"{EARLY}.min_token", f"did you mean {EARLY}.min_tokens"),
+        ([f"{EARLY}=on", "max_staleness=0"], EARLY, "auto, off"),
         (["algorithm.loss.normalise=constant"], "algorithm.loss.constant", "algorithm.loss.constant=16"),
         (["algorithm.loss.constant=16"], "algorithm.loss.constant", "normalise=constant"),
         (["resume=true", "overwrite=true"], "overwrite", "resume=true"),
@@ -190,6 +201,8 @@ def test_a_contradiction_is_refused_naming_the_key_and_the_fix(overrides, key, f
         ["run.evaluation.sampling.top_p=0.9"],
         ["rollout.last_batch=train", "rollout.epochs=1"],
         ["callbacks.progress=null", "logger=jsonl"],
+        [f"{EARLY}=off"],
+        [f"{EARLY}={{min_sequences: 8}}", "max_staleness=0"],
         ["max_concurrent=8"],
     ],
 )

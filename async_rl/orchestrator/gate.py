@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import math
 from fractions import Fraction
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
+
+if TYPE_CHECKING:
+    from async_rl.orchestrator.settings import OrchestratorSettings
 
 
 class Capacity(NamedTuple):
@@ -104,6 +107,20 @@ class CapacityGate:
         self._running: dict[int, int] = {}  # group id -> trajectories that still hold a place
         self._running_trajectories = 0
         self._kept: set[int] = set()
+
+    @classmethod
+    def of(cls, settings: OrchestratorSettings) -> CapacityGate:
+        """The gate of a run; raises as the constructor does."""
+        s = settings
+        return cls(
+            batch_size=s.batch_size,
+            group_size=s.group_size,
+            max_concurrent=s.max_concurrent,
+            max_staleness=None if s.stale_policy == "allow" else s.max_staleness,
+            admit_ahead=s.admit_ahead,
+            oversample_factor=s.oversample_factor,
+            max_steps=s.max_steps,
+        )
 
     @property
     def running_groups(self) -> int:

@@ -108,19 +108,10 @@ class Orchestrator:
             for i, engine in enumerate(engines)
         ]
         unfinished = [Admission(group_id, prompts.again(group_id), landed) for group_id, landed in recovery.unfinished]
-        gate = CapacityGate(
-            batch_size=s.batch_size,
-            group_size=s.group_size,
-            max_concurrent=s.max_concurrent,
-            max_staleness=None if s.stale_policy == "allow" else s.max_staleness,
-            admit_ahead=s.admit_ahead,
-            oversample_factor=s.oversample_factor,
-            max_steps=s.max_steps,
-        )
         planner = BatchPlanner(batch_size=s.batch_size, max_staleness=s.max_staleness, stale_policy=s.stale_policy)
         self._books = Books(
             room,
-            gate,
+            CapacityGate.of(s),
             planner,
             self._trained,
             self._slots,
