@@ -181,6 +181,7 @@ def child_environment(settings: VLLMSettings, scratch: str, cores: list[int], on
         "VLLM_RPC_BASE_PATH": scratch,
         "TMPDIR": scratch,
         "PYTHONWARNINGS": "ignore",
+        "TORCH_CPP_LOG_LEVEL": "ERROR",
     }
     if on_cpu:
         # In eager mode only a helper that ranks log-probabilities is compiled, for seconds at the first request.

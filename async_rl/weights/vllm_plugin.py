@@ -7,6 +7,7 @@ import multiprocessing
 import os
 import signal
 import sys
+import threading
 
 CHILD_VARIABLE = "ASYNC_RL_ENGINE_CHILD"
 """Set to "1" in the processes that a VLLMEngine starts."""
@@ -31,6 +32,7 @@ def register() -> None:
     parent = multiprocessing.parent_process()
     if os.environ.get(CHILD_VARIABLE) == "1" and parent is not None:
         _redirect_output(os.environ.get(LOG_VARIABLE, ""))
+        _leave_signals_to_parent()
         if sys.platform == "linux" and parent.pid is not None:
             _die_with_parent(parent.pid)
 
@@ -42,6 +44,13 @@ def _die_with_parent(parent_pid: int) -> None:
         raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG) failed: the engine could outlive the trainer")
     if os.getppid() != parent_pid:  # it ended before the call
         os._exit(1)
+
+
+def _leave_signals_to_parent() -> None:
+    """Live on when Ctrl-C or a batch system signals the whole process group: the trainer decides when to end."""
+    if threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
 
 
 def _redirect_output(log_file: str) -> None:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import shutil
+import signal
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -390,10 +392,19 @@ def test_loops_of_several_threads_may_call_at_once(served: Served):
 
 
 def test_starting_the_engine_left_no_variable_behind(served: Served):
-    import os
-
     assert not {"ASYNC_RL_ENGINE_CHILD", "OMP_PLACES", "TORCH_COMPILE_DISABLE", "VLLM_RPC_BASE_PATH"} & set(os.environ)
     assert len(os.sched_getaffinity(0)) == os.cpu_count() or os.cpu_count() is None
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_to_the_whole_process_group_is_left_to_the_trainer(served: Served, number: signal.Signals):
+    async def run() -> None:
+        for process in served.engine._session.client._llm.engine_core.resources.engine_manager.processes:
+            os.kill(process.pid, number)
+        await asyncio.sleep(0.3)
+        await served.engine.generate(request(prompt_of(5), max_tokens=4))
+
+    asyncio.run(run())
 
 
 def test_engine_before_start_and_after_close(model_dir: Path):
