@@ -139,6 +139,17 @@ def check_settings(trainer: AsyncRLTrainer, policy: PolicyModule, data: RolloutD
         ValueError: a setting is impossible, or needs to be acknowledged; the message names it.
     """
     trainer.staleness.check(policy)
+    if data.sampling.temperature != policy.temperature:
+        raise ValueError(
+            f"rollouts are sampled at temperature={data.sampling.temperature}, but the policy computes log-probabilities "
+            f"at temperature={policy.temperature}; give PolicyModule and RolloutDataModule's sampling the same one"
+        )
+    s = data.sampling
+    if (s.top_p, s.top_k, s.min_p) != (1.0, 0, 0.0):
+        raise ValueError(
+            f"sampling with top_p={s.top_p}, top_k={s.top_k}, min_p={s.min_p} draws from a cut distribution whose "
+            "log-probabilities the trainer does not compute; train with all of them off (eval_sampling may use them)"
+        )
     CapacityGate.of(orchestrator_settings(trainer, policy, data))
     if given_up := trainer.staleness.given_up(policy):
         log.warning("%s", given_up)

@@ -10,7 +10,7 @@ from fit_kit import Recorder, engine, make_data, make_policy, make_trainer, outc
 from lightning.pytorch import Callback
 
 from async_rl.callbacks import EmptyBatchGuard, RLCallback, RunSummary
-from async_rl.engines.base import EngineError
+from async_rl.engines.base import EngineError, SamplingParams
 from async_rl.engines.scripted import ScriptedEngine
 from async_rl.environments.arithmetic import Arithmetic
 from async_rl.jsonl_logger import JsonlLogger
@@ -232,3 +232,16 @@ def test_a_run_stopped_before_its_first_batch_is_no_crash(tiny_model_dir, tmp_pa
     trainer.fit(make_policy(tiny_model_dir), datamodule=make_data())
     assert trainer.end.exit_code == 1  # 75 promises a checkpoint
     assert "before there was a checkpoint" in trainer.end.reason
+
+
+@pytest.mark.parametrize(
+    ("sampling", "message"),
+    [
+        (SamplingParams(temperature=0.6), "temperature=0.6"),
+        (SamplingParams(top_p=0.8), "top_p=0.8"),
+        (SamplingParams(top_k=20), "top_k=20"),
+    ],
+)
+def test_sampling_that_the_trainer_does_not_follow_is_refused(tiny_model_dir, tmp_path, sampling, message):
+    with pytest.raises(ValueError, match=message):
+        make_trainer(tmp_path).fit(make_policy(tiny_model_dir), datamodule=make_data(sampling=sampling))
