@@ -141,7 +141,7 @@ def check_settings(trainer: AsyncRLTrainer, policy: PolicyModule, data: RolloutD
     trainer.staleness.check(policy)
     if data.sampling.temperature != policy.temperature:
         raise ValueError(
-            f"rollouts are sampled at temperature={data.sampling.temperature}, but the policy computes log-probabilities "
+            f"rollouts are sampled at temperature={data.sampling.temperature}, but the policy takes log-probabilities "
             f"at temperature={policy.temperature}; give PolicyModule and RolloutDataModule's sampling the same one"
         )
     s = data.sampling
