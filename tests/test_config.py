@@ -53,7 +53,8 @@ def test_the_base_config_is_the_arithmetic_recipe():
 
 @pytest.mark.parametrize("option", OPTIONS)
 def test_every_option_of_every_group_passes_the_check(option):
-    composed(option)
+    mine = ["environment._target_=async_rl.environments.Arithmetic"] if option == "environment=custom" else []
+    composed(option, *mine)
 
 
 @pytest.mark.parametrize("hardware", ["cpu", "gpu"])
