@@ -332,7 +332,7 @@ def test_the_source_of_our_targets_says_what_their_signature_says():
     names = {line.partition("_target_:")[2].strip() for f in Path(compose.CONF).rglob("*.yaml") for line in f.open()}
     names = {name for name in names if name and not name.startswith("async_rl.engines.vllm")}
     assert len(names) > 10
-    for name in sorted(names - {"async_rl.compose.SweepCheck"}):
+    for name in sorted(names - {"async_rl.compose.SweepCheck", "???"}):
         read = targets._from_source(name)
         found = targets._locate(name)
         assert read is not None, f"the signature of {name} is not read from its source, which costs an import"
