@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import os
+import shutil
+import sys
 import time
 from collections import Counter
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lightning.pytorch import LightningModule
@@ -26,6 +30,14 @@ def age_quantile(tokens_by_age: Counter[int], q: float) -> int:
         if seen >= target:
             return age
     return 0
+
+
+def _tensorboard() -> str:
+    """The command as it can be typed here: beside the running interpreter, if it is not on the PATH."""
+    beside = Path(sys.executable).with_name("tensorboard")
+    if shutil.which("tensorboard") or not beside.exists():
+        return "tensorboard"
+    return os.path.relpath(beside) if beside.is_relative_to(Path.cwd()) else str(beside)
 
 
 class RunSummary(RLCallback):
@@ -88,7 +100,7 @@ class RunSummary(RLCallback):
             return
         table = Table(title=f"run ended: {trainer.ending}", show_header=False, title_justify="left")
         table.add_column(style="bold")
-        table.add_column()
+        table.add_column(overflow="fold")
         table.add_row("steps", f"{f['steps']} in {f['seconds']:.0f} s")
         for name, title in (("eval_start", "evaluation, start"), ("eval_end", "evaluation, end")):
             if name in f:
@@ -105,5 +117,5 @@ class RunSummary(RLCallback):
             f"and generation ({f['generation_s']:.0f} s)",
         )
         table.add_row("run directory", str(trainer.run_dir))
-        table.add_row("look at it", f"tensorboard --logdir {trainer.run_dir}")
+        table.add_row("look at it", f"{_tensorboard()} --logdir {trainer.run_dir}")
         Console(highlight=False).print(table)
