@@ -276,9 +276,9 @@ class AsyncRLTrainer(pl.Trainer):
         """Publish what the last step made, then wait for the next batch. Raises StopIteration at the end."""
         self.publish()
         if not self.session.admitting:
-            self.session.admit()
             if self.evaluate_at == "ends" and self.global_step == 0:
-                self.evaluate_now()
+                self.evaluate_now()  # alone on the engine: side by side, both would only take longer
+            self.session.admit()
         self._poll_or_stop()
         batch = self._wait_for_batch()
         if batch is None:
