@@ -29,6 +29,9 @@ class RunLoop(Callback):
     def on_train_batch_start(  # type: ignore[override]
         self, trainer: AsyncRLTrainer, pl_module: LightningModule, batch: Batch, batch_idx: int
     ) -> None:
+        for metric in trainer._results.values():  # type: ignore[union-attr]
+            if not metric.meta.on_epoch:  # else Lightning goes on logging what this step may not have
+                metric.reset()
         session = trainer.session
         session.overlap.step_started(time.monotonic(), session.busy_s())
 

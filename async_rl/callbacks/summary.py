@@ -68,7 +68,7 @@ class RunSummary(RLCallback):
 
     @override
     def on_train_end(self, trainer: AsyncRLTrainer, pl_module: LightningModule) -> None:  # type: ignore[override]
-        session, ages = trainer.session, self._tokens_by_age
+        session, ages = trainer.session, +self._tokens_by_age  # ages that a trained token has
         if not self._step_ends_s:
             return
         seconds = time.monotonic() - self._began_s

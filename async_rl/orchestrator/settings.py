@@ -91,6 +91,7 @@ class OrchestratorSettings:
             if not getattr(self, key) > 0:
                 raise ValueError(f"{key}={getattr(self, key)} must be > 0 seconds")
         for key, values in (
+            ("stale_policy", ("wait", "mask", "allow")),
             ("sampling_policy", ("auto", "segment", "trajectory")),
             ("group_completion", ("all", "quorum")),
             ("last_batch", ("drop", "train")),
