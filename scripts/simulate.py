@@ -140,7 +140,7 @@ def draw(path: str, result: Simulation) -> None:
 
 def main() -> int:
     args = parse()
-    console = Console()
+    console = Console(width=None if sys.stdout.isatty() else 100)
     try:
         scenario = scenario_of(args)
         simulations = [simulate(scenario, setting) for setting in settings_of(args, scenario)]
