@@ -72,7 +72,7 @@ def test_sigkill_leaves_no_engine_behind(tmp_path):
         env=os.environ | {"PYTHONUNBUFFERED": "1"},
     )  # fmt: skip
     for line in process.stdout:
-        if line.startswith("step"):
+        if line.startswith("step "):  # the header has a line of "steps"
             break
     engines = [pid for pid in children_of(process.pid) if b"EngineCore" in Path(f"/proc/{pid}/cmdline").read_bytes()]
     assert engines
