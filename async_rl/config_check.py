@@ -40,7 +40,7 @@ def parse(config: Mapping[str, Any]) -> RunConfig:
     _parse_section(OptimizerExtras, optimizer_extras(parsed.optimizer), "optimizer", problems)
     for path, allowed in COMPONENT_RANGES.items():
         value = _select(config, path)
-        if _is_number(value) and value not in allowed:
+        if value is not None and not (_is_number(value) and value in allowed):
             problems.append(Problem(path, f"{value!r} is not possible; give a number {allowed}"))
     problems.extend(_contradictions(parsed))
     if problems:

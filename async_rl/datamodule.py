@@ -47,16 +47,25 @@ class BatchFeed:
 
 
 class EvalFeed:
-    """The validation loader: one item, the finished evaluation."""
+    """The validation loader: one item, the finished evaluation; none where the run is stopped meanwhile."""
 
     def __init__(self, trainer: AsyncRLTrainer) -> None:
         self._trainer = trainer
+        self._asked = False
 
     def __len__(self) -> int:
         return 1
 
     def __iter__(self) -> Iterator[EvalBatch]:
-        yield self._trainer.run_evaluation()
+        self._asked = False
+        return self
+
+    def __next__(self) -> EvalBatch:
+        # No generator: a run that is stopped says so with a StopIteration, which a generator turns into an error.
+        if self._asked:
+            raise StopIteration
+        self._asked = True
+        return self._trainer.run_evaluation()
 
 
 class RolloutDataModule(LightningDataModule):

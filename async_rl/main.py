@@ -183,11 +183,13 @@ def _build_policy(config: RunConfig, model: ResolvedModel) -> PolicyModule:
     optimizer = {name: value for name, value in config.optimizer.items() if name not in extras}
     if isinstance(extras["lr_schedule"], Mapping):
         extras["lr_schedule"] = hydra.utils.instantiate({**extras["lr_schedule"], "_partial_": True})
+    make_optimizer = hydra.utils.instantiate({**optimizer, "_partial_": True})
+    _try_optimizer(make_optimizer)
     return PolicyModule(
         model=str(model.path),
         advantage=hydra.utils.instantiate(dict(config.algorithm.advantage)),
         loss=hydra.utils.instantiate(dict(config.algorithm.loss)),
-        optimizer=hydra.utils.instantiate({**optimizer, "_partial_": True}),
+        optimizer=make_optimizer,
         micro_batch_tokens=config.model.micro_batch_tokens,
         gradient_checkpointing=config.model.gradient_checkpointing,
         share_prefix=config.model.share_prefix,
@@ -195,6 +197,16 @@ def _build_policy(config: RunConfig, model: ResolvedModel) -> PolicyModule:
         max_nonfinite_steps=config.run.max_nonfinite_steps,
         **extras,
     )
+
+
+def _try_optimizer(make_optimizer: Any) -> None:
+    """Let the optimizer refuse its arguments now, not when the engine runs already."""
+    import torch
+
+    try:
+        make_optimizer([torch.nn.Parameter(torch.zeros(1))])
+    except Exception as error:
+        raise ValueError(f"optimizer: {type(error).__name__}: {error}") from error
 
 
 def _build_trainer(config: RunConfig) -> AsyncRLTrainer:

@@ -133,6 +133,7 @@ class AsyncRLTrainer(pl.Trainer):
         self.end = RunEnd("not run", EXIT_ERROR)
         self.evaluations: list[dict[str, float]] = []
         self._sessions: list[RolloutSession] = []
+        self._trained = False
         self._engine_start: Future[None] = Future()
 
         callbacks = [callbacks] if isinstance(callbacks, pl.Callback) else list(callbacks or [])
@@ -186,6 +187,8 @@ class AsyncRLTrainer(pl.Trainer):
             ckpt_path = latest_checkpoint(self.run_dir / "checkpoints")
             if ckpt_path is None and not (self.run_dir / "run.db").exists():
                 raise FileNotFoundError(f"resume: {self.run_dir} holds no run to go on with; start without resume")
+        if ckpt_path is not None or self.resume:
+            log.info("going on from %s", ckpt_path or "version 0: the run has no checkpoint yet")
         self.run_dir.mkdir(parents=True, exist_ok=True)
         self.end = RunEnd(_RUNNING, EXIT_ERROR)
         with stop_signals(lambda name: self.stop(f"received {name}", EXIT_INTERRUPTED)) as self._catch_signals:
@@ -200,8 +203,15 @@ class AsyncRLTrainer(pl.Trainer):
                 self._close(datamodule)
         if self.end.reason == _RUNNING:
             self.end = RunEnd(self.ending, EXIT_FINISHED)
+            if not self._trained:
+                log.warning(
+                    "nothing to train: the run is at version %d of max_steps=%d already; raise max_steps to go on",
+                    *(self.global_step, self.max_steps),
+                )
         if self.end.exit_code == EXIT_INTERRUPTED and not checkpoints(self.run_dir / "checkpoints"):
             self.end = RunEnd(f"{self.end.reason} before there was a checkpoint to resume from", EXIT_ERROR)
+        if self.end.exit_code == EXIT_INTERRUPTED:
+            log.warning("%s; go on with resume=true run_dir=%s", self.end.reason, self.run_dir)
 
     def stop(self, reason: str, exit_code: int = EXIT_FINISHED) -> None:
         """Ask the run to end at the next step boundary; the first reason given is kept. Only sets flags."""
@@ -258,6 +268,7 @@ class AsyncRLTrainer(pl.Trainer):
         policy, version = self.lightning_module, self.global_step
         session = open_session(self, policy, self.datamodule)  # type: ignore[attr-defined]
         self._sessions.append(session)
+        self._trained = True
         session.orchestrator.start()
         self.publish()
         self._confirm_weights(version)

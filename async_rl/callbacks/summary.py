@@ -73,7 +73,8 @@ class RunSummary(RLCallback):
             return
         seconds = time.monotonic() - self._began_s
         self.figures = {
-            "steps": trainer.global_step,
+            "steps": trainer.global_step - session.first_version,
+            "version": trainer.global_step,
             "seconds": seconds,
             # From the end of the first step on: before it, the engine also runs the first evaluation.
             "step_s": (self._step_ends_s[-1] - self._step_ends_s[0]) / max(len(self._step_ends_s) - 1, 1),
@@ -88,10 +89,13 @@ class RunSummary(RLCallback):
             "generation_s": session.generation_s(),
             "limited_by": trainer.orchestrator.limits(),
         }
-        for name, e in zip(
-            ("eval_start", "eval_end"), trainer.evaluations[:1] + trainer.evaluations[1:][-1:], strict=False
+        first, last = trainer.evaluations[:1], trainer.evaluations[-1:]
+        for name, found, version in (
+            ("eval_start", first, session.first_version),
+            ("eval_end", last, trainer.global_step),
         ):
-            self.figures |= {name: e["reward"], f"{name}_version": e["version"]}
+            if found and found[0]["version"] == version:
+                self.figures |= {name: found[0]["reward"], f"{name}_version": version}
 
     @override
     def teardown(self, trainer: AsyncRLTrainer, pl_module: LightningModule, stage: str) -> None:  # type: ignore[override]
@@ -101,7 +105,7 @@ class RunSummary(RLCallback):
         table = Table(title=f"run ended: {trainer.ending}", show_header=False, title_justify="left")
         table.add_column(style="bold")
         table.add_column(overflow="fold")
-        table.add_row("steps", f"{f['steps']} in {f['seconds']:.0f} s")
+        table.add_row("steps", f"{f['steps']} in {f['seconds']:.0f} s, up to version {f['version']}")
         for name, title in (("eval_start", "evaluation, start"), ("eval_end", "evaluation, end")):
             if name in f:
                 table.add_row(title, f"{f[name]:.1%} (version {f[f'{name}_version']:.0f})")

@@ -211,12 +211,13 @@ def test_prompts_used_up_end_the_run_cleanly(tiny_model_dir, tmp_path):
     assert outcomes(tmp_path) == {"trained": 80, "dropped": 1}
 
 
-def test_early_stopping_by_an_ordinary_callback_ends_the_run_cleanly(tiny_model_dir, tmp_path):
+@pytest.mark.parametrize("evaluate_at", ["never", "ends"])  # Lightning validates once more when it is told to stop
+def test_early_stopping_by_an_ordinary_callback_ends_the_run_cleanly(tiny_model_dir, tmp_path, evaluate_at):
     class StopAtTwo(Callback):
         def on_train_batch_end(self, trainer, *args):
             trainer.should_stop = trainer.global_step == 2
 
-    trainer = make_trainer(tmp_path, max_steps=50, callbacks=[StopAtTwo()])
+    trainer = make_trainer(tmp_path, max_steps=50, callbacks=[StopAtTwo()], evaluate_at=evaluate_at)
     trainer.fit(make_policy(tiny_model_dir), datamodule=make_data())
     assert (trainer.global_step, trainer.end.exit_code) == (2, 0)
     assert "should_stop" in trainer.end.reason
@@ -245,3 +246,11 @@ def test_a_run_stopped_before_its_first_batch_is_no_crash(tiny_model_dir, tmp_pa
 def test_sampling_that_the_trainer_does_not_follow_is_refused(tiny_model_dir, tmp_path, sampling, message):
     with pytest.raises(ValueError, match=message):
         make_trainer(tmp_path).fit(make_policy(tiny_model_dir), datamodule=make_data(sampling=sampling))
+
+
+def test_resuming_a_finished_run_says_that_there_is_nothing_to_train(tiny_model_dir, tmp_path, caplog):
+    make_trainer(tmp_path, max_steps=2).fit(make_policy(tiny_model_dir), datamodule=make_data())
+    data = make_data()
+    make_trainer(tmp_path, max_steps=2, resume=True).fit(make_policy(tiny_model_dir), datamodule=data)
+    assert "raise max_steps" in caplog.text
+    assert not data.engines[0].requests

@@ -61,7 +61,9 @@ def test_a_run_and_its_resume(tmp_path):
     assert list((run_dir / "tensorboard").glob("events*"))
 
     _, record = train(run_dir, "max_steps=6", "max_staleness=2", "resume=true")
-    assert record["summary"]["steps"] == 6
+    assert (record["summary"]["steps"], record["summary"]["version"]) == (2, 6)
+    assert record["summary"]["eval_end_version"] == 6
+    assert "eval_start" not in record["summary"]
     with sqlite3.connect(run_dir / "run.db") as db:
         assert dict(db.execute("select outcome, count(*) from groups group by 1")) == {"trained": 12}
 
