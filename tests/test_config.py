@@ -126,6 +126,7 @@ def test_a_wrong_name_is_refused_with_the_nearest_right_one(override, nearest_na
         ("rollout.sampling.stop=x", "a list"),
         ("model.name_or_path=[a]", "a text"),
         ("optimizer.lr=0", "a number > 0"),
+        ("optimizer.lr=abc", "a number > 0"),
         ("optimizer.lr_schedule=cosin", "one of constant, linear, cosine"),
         ("environment.digits=0", "a number >= 1 and <= 9"),
         ("environment.digits=two", "a whole number"),
