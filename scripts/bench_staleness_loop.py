@@ -41,10 +41,9 @@ def run(staleness: int, policy: str, args: argparse.Namespace, run_dir: Path) ->
     steps = [row for row in rows if "train/loss" in row]
     later = steps[1:]
     seconds = steps[-1]["time_s"] - steps[0]["time_s"]
-    limits = sorted(
-        ((sum(row.get(key, 0.0) for row in later), key) for key in {k for r in later for k in r if k[:6] == "limit/"}),
-        reverse=True,
-    )
+    # The horizon binds in the last W steps of every run, which is much of a short one, and says nothing.
+    terms = {key for row in later for key in row if key.startswith("limit/") and key != "limit/horizon"}
+    limits = sorted(((sum(row.get(key, 0.0) for row in later), key) for key in terms), reverse=True)
     return {
         "S": staleness,
         "sampling_policy": policy,
@@ -83,7 +82,7 @@ def main() -> None:
         table.add_column(column, justify="right")
     for row in rows:
         table.add_row(*(f"{value:.0%}" if name == "wait_share" else str(value) for name, value in row.items()))
-    Console().print(table)
+    Console(width=None if sys.stdout.isatty() else 120).print(table)
 
 
 if __name__ == "__main__":
