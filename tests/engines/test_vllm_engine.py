@@ -214,6 +214,12 @@ def test_versions_per_token_across_swaps_under_load(served: Served):
             served.perturb(0.05)
             await served.push()
             await asyncio.sleep(0.05)
+        for seed in (24, 25):  # asked for after the last load, whatever the pace of the others
+            jobs.append(
+                asyncio.ensure_future(
+                    served.engine.generate(request(prompt_of(30, start=seed), seed=seed, max_tokens=400))
+                )
+            )
         return list(await asyncio.gather(*jobs))
 
     before = served.version
