@@ -88,11 +88,33 @@ class EngineError(RuntimeError):
     """No request to this engine can succeed any more: not worth a retry."""
 
 
+class EngineDiedError(EngineError):
+    """The engine's process is gone. Raised by everything that awaits it and by every later call.
+
+    Unlike a load that failed on a living engine, which ends the run, this is made good: the engine is closed, started
+    again and given the current weights, and the groups it was running are launched again.
+    """
+
+    engine_died = True
+    """What the control plane looks at, which knows no engine's classes."""
+
+
 class Engine(Protocol):
     """Samples tokens with one known policy version at a time.
 
     ``generate`` and ``load_weights`` may be awaited from any event loop of any thread. An engine starts with whatever
-    its model directory holds and serves nothing until the first ``load_weights`` gave it a version.
+    its model directory holds and serves nothing until the first ``load_weights`` gave it a version. Where its process
+    may die, everything that awaits it raises :class:`EngineDiedError` then; after ``close()`` and ``start()`` it is a
+    new engine that serves nothing yet.
+
+    Attributes that an engine may have besides:
+        died: The :class:`EngineDiedError` once its process is known to be dead, else ``None``; cheap, from any thread.
+            It is polled, so that an idle engine is brought back at once and not at its next request.
+        restarts_itself: True where somebody else runs the process (a remote server). ``start()`` then raises
+            :class:`EngineError` while it is not healthy and is tried again every second. Deaths cost nothing of
+            ``max_engine_restarts`` while another engine is open; with none open, the run ends after
+            ``start_timeout_s`` seconds.
+        start_timeout_s: Longest start, seconds; needed with ``restarts_itself``.
     """
 
     name: str
