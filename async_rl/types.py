@@ -83,6 +83,9 @@ class Trajectory:
         logprobs: Behaviour log-probabilities, ``[seq]``; 0.0 where ``loss_mask`` is 0, NaN where the engine gave none.
         segments: Who sampled what; ranges index ``token_ids``.
         prompt_length: Tokens before the first generated one.
+        starts: Offsets in ``token_ids`` where a fresh context begins, ascending, the first of them 0. More than one
+            where the chat template rewrote earlier turns: ``token_ids`` is then the concatenation of the contexts, each
+            is trained as a sequence of its own, and what a later one repeats has ``loss_mask`` 0.
         reward: Finite score.
         reward_parts: Named parts of the reward, for logging.
         finish_reason: The engine's, of the last turn: ``"stop"``, ``"length"``, ...
@@ -106,6 +109,7 @@ class Trajectory:
     turns: int = 1
     started_s: float = 0.0
     ended_s: float = 0.0
+    starts: tuple[int, ...] = (0,)
 
     @property
     def head(self) -> int | None:
