@@ -32,6 +32,7 @@ CREATE TABLE IF NOT EXISTS endings (group_id INTEGER PRIMARY KEY, outcome TEXT N
     ended_s REAL NOT NULL);
 CREATE TABLE IF NOT EXISTS batches (batch_id INTEGER PRIMARY KEY, version INTEGER NOT NULL, group_ids TEXT NOT NULL,
     advantages TEXT NOT NULL, planned_s REAL NOT NULL, outcome TEXT, reason TEXT, ended_s REAL);
+CREATE TABLE IF NOT EXISTS meta (key TEXT PRIMARY KEY, value TEXT NOT NULL);
 CREATE VIEW IF NOT EXISTS groups AS SELECT a.group_id, a.prompt_id, a.environment, a.version AS admitted_version,
     a.engine, k.head, k.tail, e.outcome, e.reason, a.admitted_s, k.kept_s, e.ended_s
     FROM admissions a LEFT JOIN keeps k USING (group_id) LEFT JOIN endings e USING (group_id);
@@ -46,6 +47,7 @@ _COLUMNS = {
     "endings": ("group_id", "outcome", "reason", "ended_s"),
 }  # fmt: skip
 _to_json = json.JSONEncoder(default=str).encode  # one encoder for all rows: json.dumps makes one per call
+_SCHEMA_VERSION = 2
 _MOST_VALUES = 30_000  # SQLite's limit on the values of one statement is 32,766
 
 
@@ -77,10 +79,35 @@ class Ledger:
             self._db = sqlite3.connect(self.path, check_same_thread=False, isolation_level=None, cached_statements=256)
             self._db.execute("PRAGMA journal_mode=WAL")
             self._db.execute("PRAGMA synchronous=FULL")
+            _check_schema(self._db, self.path)
             self._db.executescript(_SCHEMA)
+            self._db.execute(f"PRAGMA user_version = {_SCHEMA_VERSION}")
             (self._holds_a_run,) = self._db.execute("SELECT EXISTS (SELECT 1 FROM admissions)").fetchone()
         except sqlite3.Error as error:
             raise LedgerError(f"can't open the run's record {self.path}: {error}") from error
+
+    # before the run, on the caller's thread
+
+    def meta(self) -> dict[str, Any]:
+        """What :meth:`set_meta` wrote, also in an earlier process."""
+        return {key: json.loads(value) for key, value in self._db.execute("SELECT key, value FROM meta")}
+
+    def set_meta(self, values: Mapping[str, Any]) -> None:
+        """Write facts about the run, JSON values by name; on the disk when it returns. Before :meth:`run`."""
+        self._now("INSERT OR REPLACE INTO meta VALUES (?, ?)", [(key, _to_json(v)) for key, v in values.items()])
+
+    def forget(self, group_ids: Sequence[int]) -> None:
+        """Delete what open groups brought; they stay admitted, to be run again from scratch. Before :meth:`run`."""
+        for table in ("trajectories", "keeps"):
+            self._now(f"DELETE FROM {table} WHERE group_id = ?", [(group_id,) for group_id in group_ids])
+
+    def _now(self, statement: str, rows: Sequence[tuple[Any, ...]]) -> None:
+        try:
+            self._db.execute("BEGIN IMMEDIATE")
+            self._db.executemany(statement, rows)
+            self._db.execute("COMMIT")
+        except sqlite3.Error as error:
+            raise LedgerError(f"can't write the run's record {self.path}: {error}") from error
 
     # what happens to groups: queued, from any thread
 
@@ -360,6 +387,17 @@ class _reader:  # noqa: N801 - used as a function
 
     def __exit__(self, *_: object) -> None:
         self._db.close()
+
+
+def _check_schema(db: sqlite3.Connection, path: Path) -> None:
+    """Refuse a file whose tables are not ours."""
+    (version,) = db.execute("PRAGMA user_version").fetchone()
+    (tables,) = db.execute("SELECT count(*) FROM sqlite_master").fetchone()
+    if tables and version != _SCHEMA_VERSION:
+        raise LedgerError(
+            f"{path} was written by another version of async-rl (its tables are version {version}, this one reads "
+            f"{_SCHEMA_VERSION}): go on with the version that wrote it, or use another run_dir"
+        )
 
 
 def _trajectory_row(group_id: int, t: Trajectory) -> tuple[Any, ...]:

@@ -231,6 +231,39 @@ def test_a_file_that_is_no_database_is_refused(path):
         Ledger(path)
 
 
+def test_a_file_of_another_version_is_refused_and_left_as_it_was(path):
+    with sqlite3.connect(path) as db:
+        db.execute("CREATE TABLE admissions (group_id INTEGER PRIMARY KEY)")
+    with pytest.raises(LedgerError, match=r"run\.db was written by another version .* version 0, this one reads \d"):
+        Ledger(path)
+    with sqlite3.connect(path) as db:
+        assert db.execute("SELECT count(*) FROM sqlite_master").fetchone() == (1,)
+
+
+def test_facts_about_the_run_are_there_for_the_next_process(path):
+    ledger = Ledger(path)
+    assert ledger.meta() == {}
+    ledger.set_meta({"batch_size": 4, "environment": {"name": "toy"}})
+    ledger.set_meta({"batch_size": 8})
+    ledger.close()
+    assert Ledger(path).meta() == {"batch_size": 8, "environment": {"name": "toy"}}
+
+
+def test_a_forgotten_group_runs_again_from_scratch_under_its_id(path):
+    ledger = Ledger(path)
+    write_kept(ledger, 0, 1)
+    reopened = write_everything(ledger)
+    assert [g.id for g in reopened.recover(3).kept] == [0, 1]
+    reopened.forget([0])
+    reopened.close()
+    again = Ledger(path)
+    recovery = again.recover(3)
+    assert [g.id for g in recovery.kept] == [1]
+    assert recovery.unfinished == ((0, {}),)
+    write_kept(again, 0)
+    assert [g.id for g in write_everything(again).recover(3).kept] == [0, 1]
+
+
 def test_a_directory_that_is_missing_is_refused(tmp_path):
     with pytest.raises(LedgerError, match="unable to open"):
         Ledger(tmp_path / "nowhere" / "run.db")
