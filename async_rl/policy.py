@@ -25,7 +25,7 @@ from async_rl.causal_lm import CausalLMScorer, disable_dropout, load_causal_lm, 
 from async_rl.packing import MicroBatch, ScoredSequence
 from async_rl.schedules import SCHEDULES, Schedule, make_schedule
 from async_rl.token_table import NO_STAMP, TokenTable
-from async_rl.types import Batch, EvalBatch
+from async_rl.types import Batch, EvalBatch, RunError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -37,7 +37,7 @@ default_optimizer: Callable[[Iterable[nn.Parameter]], Optimizer] = partial(
 )
 
 
-class NonFiniteError(RuntimeError):
+class NonFiniteError(RunError):
     """Loss or gradients were not finite too many steps in a row."""
 
 

@@ -8,6 +8,17 @@ from enum import StrEnum
 from typing import Any
 
 
+class RunError(RuntimeError):
+    """Ends a run, and its message says all there is to know.
+
+    Only where somebody else's code is behind it (``__cause__``) is a traceback worth showing: that of this code.
+    """
+
+
+class SettingError(RunError, ValueError):
+    """A setting that turned out impossible once the data was there; names the setting and the fix."""
+
+
 class Outcome(StrEnum):
     """How an admitted group left the system; every admitted group ends with exactly one."""
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from async_rl.types import Segment
+from async_rl.types import RunError, Segment
 from async_rl.weights.base import WeightSource
 
 
@@ -81,7 +81,7 @@ class EngineStats:
     loads: int = 0
 
 
-class EngineError(RuntimeError):
+class EngineError(RunError):
     """The engine cannot serve: it died, or a load failed or timed out. Names the engine and the version."""
 
     fatal = True

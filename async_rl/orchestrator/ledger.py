@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from async_rl.orchestrator.records import Balance, Flight, Recovery
-from async_rl.types import Batch, Group, Outcome, Prompt, Segment, Trajectory
+from async_rl.types import Batch, Group, Outcome, Prompt, RunError, Segment, Trajectory
 
 _SCHEMA = """
 CREATE TABLE IF NOT EXISTS admissions (group_id INTEGER PRIMARY KEY, prompt_id TEXT NOT NULL, environment TEXT NOT NULL,
@@ -51,7 +51,7 @@ _SCHEMA_VERSION = 2
 _MOST_VALUES = 30_000  # SQLite's limit on the values of one statement is 32,766
 
 
-class LedgerError(RuntimeError):
+class LedgerError(RunError):
     """The run's record can't be written or read; names the file."""
 
 

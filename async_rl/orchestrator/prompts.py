@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from async_rl.types import Prompt
+from async_rl.types import Prompt, SettingError
 
 
 class PromptStream:
@@ -24,7 +24,7 @@ class PromptStream:
         seed: The run's seed.
 
     Raises:
-        ValueError: If there is no row, or ``epochs`` is below 1.
+        ValueError: If there is no row (a ``SettingError``), or ``epochs`` is below 1.
 
     Example:
         >>> stream = PromptStream({"sums": [{"a": 1}, {"a": 2}]}, epochs=1, shuffle=False, seed=0)
@@ -38,7 +38,7 @@ class PromptStream:
         if epochs is not None and epochs < 1:
             raise ValueError(f"epochs={epochs} must be >= 1, or null for as many as the steps need")
         if empty := [name for name, r in rows.items() if not len(r)]:
-            raise ValueError(f"environment {empty[0]!r} has no training prompts: its prompts('train') is empty")
+            raise SettingError(f"environment {empty[0]!r} has no training prompts: its prompts('train') is empty")
         if not rows:
             raise ValueError("environment: no environment given, there is nothing to roll out")
         self._names = list(rows)
@@ -59,10 +59,10 @@ class PromptStream:
         """Refuse data that ends before its first batch is full.
 
         Raises:
-            ValueError: If fewer prompts than ``batch_size`` will ever come and a short batch is not to be trained.
+            SettingError: If fewer prompts than ``batch_size`` will ever come and a short batch is not to be trained.
         """
         if self.total is not None and self.total < batch_size and last_batch == "drop":
-            raise ValueError(
+            raise SettingError(
                 f"{self.total} prompts (epochs={self._epochs} over {self._ends[-1]} rows) are fewer than one batch of "
                 f"batch_size={batch_size} groups, so no step could be trained: lower batch_size, raise epochs, or set "
                 "last_batch=train to train the short batch"

@@ -1,4 +1,4 @@
-"""Sinks: what finished rollouts become - kept, filtered or failed groups for training, results for evaluation."""
+"""TrainSink: what finished rollouts become - kept, filtered or failed groups."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
-from async_rl.orchestrator.records import EmptyBatchReport, EngineSlot, Event, Flight, Landing, RolloutFn, reason_of
-from async_rl.types import EvalResult, Group, Outcome, Prompt
+from async_rl.orchestrator.records import EmptyBatchReport, Event, Flight, Landing, reason_of
+from async_rl.types import Group, Outcome, RunError
 
 if TYPE_CHECKING:
     from async_rl.orchestrator.books import Books
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from async_rl.orchestrator.settings import OrchestratorSettings
 
 
-class RolloutFailureError(RuntimeError):
+class RolloutFailureError(RunError):
     """More rollout attempts failed in a row than ``max_failures`` allows; its cause is the first of them."""
 
 
@@ -77,7 +77,8 @@ class TrainSink:
         self._ledger.land(landing.landed)
         self._ledger.keep([group for group, _ in kept])
         self._ledger.end(out)
-        self._books.settle(landing.ended, kept, [(group_id, outcome) for group_id, outcome, _ in out])
+        lost = [flight for flight, _ in landing.lost]
+        self._books.settle(landing.ended, kept, [(group_id, outcome) for group_id, outcome, _ in out], lost)
         self._meters.landed(groups, landing, kept=len(kept), failed=len(landing.finished) - len(groups))
         self._count_failures(landing.outcomes)
 
@@ -133,73 +134,3 @@ class EmptyStreak:
     def report(self) -> EmptyBatchReport:
         """What to tell the user."""
         return EmptyBatchReport(self.groups, dict(self._rewards), dict(self._failures), self._first_error)
-
-
-class EvalSink:
-    """One evaluation; its rollouts count against no gate, age or ledger.
-
-    Each sample is a flight of its own, so that a failure costs no other sample, on the engines that serve the newest
-    version. Its group id is negative.
-
-    Args:
-        prompts: What to evaluate.
-        samples: Samples per prompt, ``>= 1``.
-        rollout: What runs one attempt.
-        slots: All engines.
-        first_id: Group id of the first sample, ``< 0``; ids go down from it.
-
-    Raises:
-        RuntimeError: No engine serves a version yet.
-    """
-
-    def __init__(
-        self, prompts: Sequence[Prompt], samples: int, rollout: RolloutFn, slots: Sequence[EngineSlot], first_id: int
-    ) -> None:
-        loaded = [slot for slot in slots if slot.loaded]
-        if not loaded:
-            raise RuntimeError("evaluate: no engine serves a version yet; call wait_served first")
-        newest = max(slot.served.value for slot in loaded)
-        self._slots = [slot for slot in loaded if slot.served.value == newest]
-        self._prompts = prompts
-        self._samples = samples
-        self._rollout = rollout
-        self._first_id = first_id
-        self._launched = 0
-        self._landed: dict[int, Flight] = {}
-
-    @property
-    def total(self) -> int:
-        """Samples in all."""
-        return len(self._prompts) * self._samples
-
-    @property
-    def over(self) -> bool:
-        """Whether every sample is over."""
-        return len(self._landed) == self.total
-
-    def launch(self, max_concurrent: int) -> list[Flight]:
-        """The next flights, so that at most ``max_concurrent`` samples are in the air."""
-        flights = []
-        last = min(self.total, len(self._landed) + max_concurrent)
-        for n in range(self._launched, last):
-            prompt, sample = self._prompts[n // self._samples], n % self._samples
-            slot = self._slots[n % len(self._slots)]
-            flights.append(Flight(self._first_id - n, prompt, slot.served.value, slot, self._rollout, (sample,), {}, 0))
-        self._launched = max(self._launched, last)
-        return flights
-
-    def land(self, flight: Flight) -> None:
-        """Take a flight that is over; one of an evaluation that was broken off is ignored."""
-        n = self._first_id - flight.group_id
-        if 0 <= n < self.total:
-            self._landed[n] = flight
-
-    def results(self) -> list[EvalResult]:
-        """One result per prompt, in order."""
-        results = []
-        for i, prompt in enumerate(self._prompts):
-            flights = [self._landed[i * self._samples + sample] for sample in range(self._samples)]
-            trajectories = tuple(t for f in flights for t in f.landed.values())
-            failures = tuple(f"{reason_of(e)}: {e}" for f in flights for e in f.given_up.values())
-            results.append(EvalResult(prompt, trajectories, failures))
-        return results

@@ -9,13 +9,14 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from async_rl.orchestrator.records import EngineSlot, Event
+from async_rl.types import RunError
 
 if TYPE_CHECKING:
     from async_rl.orchestrator.room import Room
     from async_rl.orchestrator.supervisor import Supervisor
 
 
-class LoadError(RuntimeError):
+class LoadError(RunError):
     """A weight load failed or did not finish in time; names the engine and the version."""
 
 

@@ -7,12 +7,14 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+from async_rl.types import RunError
+
 MEAN_TOLERANCES = {"float32": 1e-4, "float16": 0.03, "bfloat16": 0.15}
 """Largest mean |difference| by the coarser of the two dtypes. Measured on a 135M model: 7e-6 in float32, 0.05 in
 bfloat16; a stale output projection after a large update gives 0.25, and any other wrong weight far more."""
 
 
-class WeightParityError(RuntimeError):
+class WeightParityError(RunError):
     """The engine does not compute what the trainer computes: its weights are not the ones that were published."""
 
 
