@@ -105,6 +105,17 @@ class RolloutConfig:
     """How rollouts run, fail and end."""
 
     sampling: Annotated[SamplingConfig, Key("how training rollouts are sampled")]
+    max_turns: Annotated[int | None, Key("model turns of a trajectory at most; null: no limit", ge=1)]
+    max_generated_tokens: Annotated[
+        int | None, Key("sampled tokens of a trajectory at most, over all turns; null: no limit", ge=1)
+    ]
+    max_context: Annotated[
+        int | None, Key("tokens the model sees at once at most; null: what the engine can hold", ge=2)
+    ]
+    template_rewrite: Annotated[
+        Literal["refuse", "split"],
+        Key("a chat template that rewrites earlier turns: fail, or train each context apart"),
+    ]
     epochs: Annotated[int | None, Key("passes over the prompts; null: as many as the steps need", ge=1)]
     shuffle: Annotated[bool, Key("reorder the prompts every epoch")]
     last_batch: Annotated[Literal["drop", "train"], Key("what becomes of a short last batch")]

@@ -91,7 +91,11 @@ class RolloutDataModule(LightningDataModule):
         max_failures: Failed attempts in a row that end the run, >= 1.
         rollout_timeout_s: Deadline of one attempt.
         reward_timeout_s: Deadline of one reward call.
-        max_context: Most tokens of one trajectory; default: no limit but the engine's.
+        max_turns: Most model turns of one trajectory, >= 1; default: no limit.
+        max_generated_tokens: Most sampled tokens of one trajectory, over all its turns, >= 1; default: no limit.
+        max_context: Most tokens the model sees at once, those it samples included; default: the engine's limit.
+        template_rewrite: Where the chat template rewrites earlier turns (drops their thinking, for instance), fail the
+            attempt (``"refuse"``), or go on in a fresh context that is trained as its own sequence (``"split"``).
         rollout_threads: Event loops that run rollouts, >= 1.
         filter_zero_variance: End groups whose rewards are all equal as filtered; they carry no signal.
         load_timeout_s: Deadline of one weight load.
@@ -122,7 +126,10 @@ class RolloutDataModule(LightningDataModule):
         max_failures: int = 16,
         rollout_timeout_s: float = 600.0,
         reward_timeout_s: float = 60.0,
+        max_turns: int | None = None,
+        max_generated_tokens: int | None = None,
         max_context: int | None = None,
+        template_rewrite: Literal["refuse", "split"] = "refuse",
         rollout_threads: int = 2,
         filter_zero_variance: bool = False,
         load_timeout_s: float = 120.0,
@@ -150,7 +157,10 @@ class RolloutDataModule(LightningDataModule):
         self.max_failures = max_failures
         self.rollout_timeout_s = rollout_timeout_s
         self.reward_timeout_s = reward_timeout_s
+        self.max_turns = max_turns
+        self.max_generated_tokens = max_generated_tokens
         self.max_context = max_context
+        self.template_rewrite = template_rewrite
         self.rollout_threads = rollout_threads
         self.filter_zero_variance = filter_zero_variance
         self.load_timeout_s = load_timeout_s

@@ -23,6 +23,7 @@ from omegaconf.errors import OmegaConfBaseException
 from async_rl import compose
 from async_rl.config import Component, ConfigError, RunConfig, optimizer_extras
 from async_rl.hub import SourceNotFoundError
+from async_rl.run_end import EXIT_CONFIG, EXIT_ERROR, EXIT_FINISHED, EXIT_INTERRUPTED
 from async_rl.run_record import RunRecord, claim_directory
 
 if TYPE_CHECKING:
@@ -31,7 +32,6 @@ if TYPE_CHECKING:
     from async_rl.policy import PolicyModule
     from async_rl.trainer import AsyncRLTrainer
 
-EXIT_FINISHED, EXIT_ERROR, EXIT_CONFIG, EXIT_INTERRUPTED = 0, 1, 2, 75
 log = logging.getLogger("async_rl")
 
 
@@ -161,6 +161,7 @@ def _build_datamodule(config: RunConfig, environment: Any, engine: Any) -> Rollo
         return SamplingParams(**{**asdict(section), "stop": tuple(section.stop)})
 
     rollout = {name: value for name, value in asdict(config.rollout).items() if name != "sampling"}
+    rollout["max_context"] = config.rollout.max_context or config.engine.get("max_model_len")
     return RolloutDataModule(
         environment,
         engine,

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 
 from async_rl.engines.base import Engine, SamplingParams
+from async_rl.environments.budget import BudgetLimits
 from async_rl.environments.rollout import RolloutFunction, make_rollout
 from async_rl.orchestrator.gate import CapacityGate
 from async_rl.orchestrator.ledger import Ledger
@@ -205,7 +206,8 @@ def open_session(trainer: AsyncRLTrainer, policy: PolicyModule, data: RolloutDat
             policy.tokenizer,
             sampling,
             reward_timeout_s=data.reward_timeout_s,
-            max_context=data.max_context,
+            limits=BudgetLimits(data.max_turns, data.max_generated_tokens, data.max_context),
+            template_rewrite=data.template_rewrite,
         )
 
     ledger = Ledger(trainer.run_dir / "run.db")

@@ -9,18 +9,24 @@ from async_rl.environments.base import (
     RolloutError,
     SingleTurn,
 )
-from async_rl.environments.chat import BlockingChat, Chat, ContextFullError
+from async_rl.environments.blocking_chat import BlockingChat
+from async_rl.environments.budget import BudgetError, BudgetLimits, ChatBudget, ContextFullError
+from async_rl.environments.chat import Chat
 from async_rl.environments.functional import Task
 from async_rl.environments.gsm8k import GSM8K
 from async_rl.environments.rollout import make_rollout
-from async_rl.environments.template import PLAIN_TEMPLATE, ChatTemplate, TemplateError
+from async_rl.environments.template import PLAIN_TEMPLATE, ChatTemplate, TemplateError, TemplateRewriteError
+from async_rl.environments.tools import ToolEnvironment
 
 __all__ = [
     "GSM8K",
     "PLAIN_TEMPLATE",
     "Arithmetic",
     "BlockingChat",
+    "BudgetError",
+    "BudgetLimits",
     "Chat",
+    "ChatBudget",
     "ChatTemplate",
     "ContextFullError",
     "Environment",
@@ -31,5 +37,7 @@ __all__ = [
     "SingleTurn",
     "Task",
     "TemplateError",
+    "TemplateRewriteError",
+    "ToolEnvironment",
     "make_rollout",
 ]

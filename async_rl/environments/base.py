@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from abc import ABC, abstractmethod
-from collections.abc import Awaitable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -28,8 +28,8 @@ class RolloutError(RuntimeError):
     """An attempt that failed for a reason the run can count.
 
     Attributes:
-        reason: Short and stable, for the ledger and metrics: ``"rollout"``, ``"reward"``, ``"timeout"``, ``"template"``
-            or ``"context"``.
+        reason: Short and stable, for the ledger and metrics: ``"rollout"``, ``"reward"``, ``"timeout"``,
+            ``"template"``, ``"budget"`` or ``"context"``.
     """
 
     reason = "rollout"
@@ -101,18 +101,29 @@ class SingleTurn(Environment):
             RewardTimeoutError: ``reward`` took longer than ``chat.reward_timeout_s`` seconds.
         """
         completion = await chat.generate(await call_user(self.messages, prompt))
-        deadline = asyncio.timeout(chat.reward_timeout_s)
-        try:
-            async with deadline:
-                score: float | Reward = await call_user(self.reward, prompt, completion)
-                return score
-        except TimeoutError as error:
-            if not deadline.expired():  # the reward's own TimeoutError is an ordinary failure
-                raise
-            raise RewardTimeoutError(
-                f"the reward of {type(self).__name__} took more than {chat.reward_timeout_s:g} s; make it faster or "
-                f"raise rollout.reward_timeout_s. Prompt: {shorten(prompt)}. Completion: {shorten(completion)}"
-            ) from error
+        score: float | Reward = await call_reward(self.reward, prompt, completion, timeout_s=chat.reward_timeout_s)
+        return score
+
+
+async def call_reward(
+    reward: Callable[..., Any], prompt: Mapping[str, Any], completion: str, *more: Any, timeout_s: float
+) -> Any:
+    """Call an environment's ``reward(prompt, completion, *more)`` of any kind, off the event loop, under a deadline.
+
+    Raises:
+        RewardTimeoutError: it took longer than ``timeout_s`` seconds.
+    """
+    deadline = asyncio.timeout(timeout_s)
+    try:
+        async with deadline:
+            return await call_user(reward, prompt, completion, *more)
+    except TimeoutError as error:
+        if not deadline.expired():  # the reward's own TimeoutError is an ordinary failure
+            raise
+        raise RewardTimeoutError(
+            f"{getattr(reward, '__qualname__', reward)} took more than {timeout_s:g} s; make it faster or raise "
+            f"rollout.reward_timeout_s. Prompt: {shorten(prompt)}. Completion: {shorten(completion)}"
+        ) from error
 
 
 def shorten(value: object, limit: int = 400) -> str:

@@ -2,21 +2,17 @@
 
 from __future__ import annotations
 
-import asyncio
 import dataclasses
 import hashlib
 import itertools
-import threading
 from collections.abc import Mapping, Sequence
-from concurrent.futures import Future
-from typing import Any
+from typing import Any, Literal
 
 from async_rl.engines.base import Engine, EngineError, Generation, GenerationRequest, SamplingParams
-from async_rl.environments.base import RolloutError
-from async_rl.environments.template import ChatTemplate
+from async_rl.environments.budget import BudgetError, BudgetLimits, ChatBudget, ContextFullError
+from async_rl.environments.template import ChatTemplate, Message, TemplateRewriteError, Turn
+from async_rl.environments.tool_calls import MalformedCall, ToolCall
 from async_rl.types import Segment
-
-Message = Mapping[str, Any]
 
 _request_numbers = itertools.count()  # keeps request ids unique in the process whatever the group is called
 
@@ -24,18 +20,13 @@ _request_numbers = itertools.count()  # keeps request ids unique in the process 
 _FIXED = ("temperature", "top_p", "top_k", "min_p")
 
 
-class ContextFullError(RolloutError):
-    """The conversation leaves no room for another token."""
-
-    reason = "context"
-
-
 class Chat:
     """A conversation that keeps exactly the tokens the engine saw and returned.
 
     The first messages are rendered through the chat template; what the model samples is appended as returned and never
     decoded and encoded again; later messages are appended by rendering only what they add. The token that ends a turn,
-    when the model sampled it, is trained; everything the template adds is not.
+    when the model sampled it, is trained; everything the template adds is not. Where the template rewrites earlier
+    turns, the attempt fails, or goes on in a fresh context that repeats, untrained, what the template makes of it.
 
     Args:
         engine: Samples the turns.
@@ -43,12 +34,14 @@ class Chat:
         sampling: How to sample, for every turn.
         seed: Seed of the attempt; each turn gets its own, derived from it.
         request_prefix: Start of the request ids, for logs.
-        max_context: Most tokens of the whole conversation; ``None`` for no limit.
+        limits: What the attempt may use.
+        template_rewrite: What to do where the template rewrites earlier turns: ``"refuse"`` or ``"split"``.
         reward_timeout_s: Deadline of one reward call, for environments that keep one.
 
     Attributes:
         messages: The conversation so far, model turns included.
-        token_ids: All tokens in order, ``[seq]``.
+        token_ids: All tokens in order, context after context, ``[seq]``.
+        starts: Where in ``token_ids`` each context begins; ``[0]`` unless the template rewrote earlier turns.
         loss_mask: 1 where the model sampled the token, ``[seq]``.
         logprobs: Behaviour log-probabilities, 0.0 where nothing was sampled, ``[seq]``.
         segments: Which version sampled what; ranges index ``token_ids``.
@@ -56,6 +49,7 @@ class Chat:
         turns: Model turns so far.
         finish_reason: How the last turn ended: ``"stop"``, ``"length"``; empty before the first.
         completion: Text of the last turn.
+        calls: Tool calls in the last turn, in order; none where no tools were offered.
     """
 
     def __init__(
@@ -66,7 +60,8 @@ class Chat:
         *,
         seed: int,
         request_prefix: str = "chat",
-        max_context: int | None = None,
+        limits: BudgetLimits | None = None,
+        template_rewrite: Literal["refuse", "split"] = "refuse",
         reward_timeout_s: float = 60.0,
     ) -> None:
         self._engine = engine
@@ -74,11 +69,15 @@ class Chat:
         self._sampling = sampling
         self._seed = seed
         self._request_prefix = request_prefix
-        self._max_context = max_context
+        self._limits = limits or BudgetLimits()
+        self._template_rewrite = template_rewrite
         self.reward_timeout_s = reward_timeout_s
+        self._tools: tuple[Message, ...] = ()
         self._prompt_text = ""  # what the template renders for everything before the last turn
+        self._turn_text = ""  # what the template should render for the last turn
         self.messages: list[dict[str, Any]] = []
         self.token_ids: list[int] = []
+        self.starts: list[int] = [0]
         self.loss_mask: list[int] = []
         self.logprobs: list[float] = []
         self.segments: list[Segment] = []
@@ -86,13 +85,24 @@ class Chat:
         self.turns = 0
         self.finish_reason = ""
         self.completion = ""
+        self.calls: tuple[ToolCall | MalformedCall, ...] = ()
+
+    def offer(self, tools: Sequence[Message]) -> None:
+        """Tell the model about tools, in its own format, from the first turn on.
+
+        Args:
+            tools: JSON schemas, as ``transformers.utils.get_json_schema`` makes them.
+
+        Raises:
+            RuntimeError: there was a turn already.
+        """
+        if self.turns:
+            raise RuntimeError("chat.offer() comes before the first chat.generate(): earlier tokens can't be changed")
+        self._tools = tuple(tools)
 
     def add(self, message: Message | str) -> None:
         """Append a message (a string is a user message); the next :meth:`generate` renders it."""
-        message = {"role": "user", "content": message} if isinstance(message, str) else dict(message)
-        if "role" not in message:
-            raise ValueError(f"a message needs a role and a content, got {message!r}")
-        self.messages.append(message)
+        self.messages.append(_as_message(message))
 
     async def generate(self, messages: Sequence[Message] | str | None = None, **overrides: Any) -> str:
         """Append ``messages`` and sample the model's turn.
@@ -105,36 +115,69 @@ class Chat:
             Text of the turn, without special tokens and without the stop string.
 
         Raises:
-            ContextFullError: no room for another token within ``max_context``.
-            TemplateError: the template rewrites earlier turns.
+            BudgetError: no turn, no token or (:class:`ContextFullError`) no room is left; nothing was appended.
+            TemplateRewriteError: the template rewrites earlier turns, and ``template_rewrite`` is ``"refuse"``.
+            TemplateError: the template can't render the conversation.
             EngineError: the engine died, or broke its contract.
             ValueError: an override that would change the distribution tokens are drawn from, or nothing to answer.
         """
         sampling = self._turn_sampling(overrides)
-        for message in [messages] if isinstance(messages, str) else messages or ():
-            self.add(message)
-        self._append_messages()
-        room = self.room
-        if room is not None and room < 1:
-            raise ContextFullError(
-                f"the conversation has {len(self.token_ids)} tokens and max_context is {self._max_context}: no room "
-                "for another turn; shorten the prompt, end the rollout earlier (chat.room) or raise the model length"
-            )
-        if room is not None and room < sampling.max_tokens:
-            sampling = dataclasses.replace(sampling, max_tokens=room)
+        more = [messages] if isinstance(messages, str) else messages or ()
+        conversation = [*self.messages, *map(_as_message, more)]
+        if not conversation or conversation[-1]["role"] == "assistant":
+            raise ValueError("nothing to answer: pass messages to chat.generate() or chat.add() one first")
+        self._check_turn_left()
+        text, new, fresh = self._render(conversation)
+        length = len(new) if fresh else self._context_length + len(new)
+        self._check_context_left(length)
+        self._append(conversation, text, new, fresh)
         request = GenerationRequest(
             request_id=f"{self._request_prefix}-t{self.turns}-{next(_request_numbers)}",
-            prompt_token_ids=tuple(self.token_ids),
-            sampling=sampling,
+            prompt_token_ids=tuple(self.token_ids[self.starts[-1] :]),
+            sampling=dataclasses.replace(sampling, max_tokens=self.budget.clip(sampling.max_tokens)),
             seed=turn_seed(self._seed, self.turns),
         )
         generation = await self._engine.generate(request)
         return self._append_turn(generation, sampling)
 
     @property
-    def room(self) -> int | None:
-        """Tokens that still fit, ``None`` without a limit."""
-        return None if self._max_context is None else self._max_context - len(self.token_ids)
+    def budget(self) -> ChatBudget:
+        """What is left of the turns, the tokens and the context."""
+        limits = self._limits
+        return ChatBudget(
+            turns=None if limits.max_turns is None else limits.max_turns - self.turns,
+            tokens=None if limits.max_generated_tokens is None else limits.max_generated_tokens - sum(self.loss_mask),
+            context=None if limits.max_context is None else limits.max_context - self._context_length,
+        )
+
+    @property
+    def _context_length(self) -> int:
+        return len(self.token_ids) - self.starts[-1]
+
+    def _check_turn_left(self) -> None:
+        left, limits = self.budget, self._limits
+        for what, rest, key in (
+            (f"turns of max_turns={limits.max_turns}", left.turns, "rollout.max_turns"),
+            (
+                f"tokens of max_generated_tokens={limits.max_generated_tokens}",
+                left.tokens,
+                "rollout.max_generated_tokens",
+            ),
+        ):
+            if rest is not None and rest < 1:
+                raise BudgetError(
+                    f"no {what} are left after {self.turns} turns; end the rollout when chat.budget.exhausted, catch "
+                    f"BudgetError, or raise {key}"
+                )
+
+    def _check_context_left(self, length: int) -> None:
+        limit = self._limits.max_context
+        if limit is not None and length >= limit:
+            raise ContextFullError(
+                f"the conversation has {length} tokens and max_context is {limit}: no room for another turn; shorten "
+                "the prompt, end the rollout earlier (chat.budget.context, or catch BudgetError), or raise "
+                "rollout.max_context and the engine's max_model_len"
+            )
 
     def _turn_sampling(self, overrides: Mapping[str, Any]) -> SamplingParams:
         if fixed := [k for k in overrides if k in _FIXED]:
@@ -142,30 +185,42 @@ class Chat:
                 f"chat.generate({fixed[0]}=...): {', '.join(_FIXED)} are the same for every turn, because the trainer "
                 "computes the policy's log-probabilities under the run's values; set them under `sampling`"
             )
+        if (longest := overrides.get("max_tokens", 1)) < 1:
+            raise ValueError(f"chat.generate(max_tokens={longest}): must be >= 1")
         try:
             return dataclasses.replace(self._sampling, **overrides)
         except TypeError:
             unknown = [k for k in overrides if k not in SamplingParams.__dataclass_fields__]
             raise ValueError(f"chat.generate({unknown[0]}=...): unknown; a turn can set max_tokens and stop") from None
 
-    def _append_messages(self) -> None:
-        """Append the tokens of the messages that are not in ``token_ids`` yet, and of the next turn's opening."""
-        if not self.messages or self.messages[-1]["role"] == "assistant":
-            raise ValueError("nothing to answer: pass messages to chat.generate() or chat.add() one first")
+    def _render(self, conversation: list[dict[str, Any]]) -> tuple[str, list[int], bool]:
+        """The whole conversation as text, the tokens to append, and whether they are a fresh context."""
         if self.turns == 0:
-            self._prompt_text = self._template.render(self.messages)
-            new = self._template.encode(self._prompt_text)
-            self.prompt_length = len(new)
-        else:
-            # Only a turn the model ended itself has a closing token; a special token elsewhere is just a token.
-            ended = self.finish_reason == "stop" and self.segments and self.segments[-1].end == len(self.token_ids)
-            last = self.token_ids[-1] if ended else None
-            self._prompt_text, new = self._template.continuation(
-                self._prompt_text, self.completion, last, self.messages
-            )
+            text = self._template.render(conversation, self._tools)
+            return text, self._template.encode(text), False
+        # Only a turn the model ended itself has a closing token; a special token elsewhere is just a token.
+        ended = self.finish_reason == "stop" and self.segments and self.segments[-1].end == len(self.token_ids)
+        last = self.token_ids[-1] if ended else None
+        try:
+            text, new = self._template.continuation(self._prompt_text, self._turn_text, last, conversation, self._tools)
+            return text, new, False
+        except TemplateRewriteError:
+            if self._template_rewrite == "refuse":
+                raise
+            text = self._template.render(conversation, self._tools)
+            return text, self._template.encode(text), True
+
+    def _append(self, conversation: list[dict[str, Any]], text: str, new: list[int], fresh: bool) -> None:
+        """Take over what :meth:`_render` made."""
+        self.messages += conversation[len(self.messages) :]
+        self._prompt_text = text
+        if fresh:
+            self.starts.append(len(self.token_ids))
         self.token_ids += new
         self.loss_mask += [0] * len(new)
         self.logprobs += [0.0] * len(new)
+        if self.turns == 0:
+            self.prompt_length = len(self.token_ids)
 
     def _append_turn(self, generation: Generation, sampling: SamplingParams) -> str:
         count, start = len(generation.token_ids), len(self.token_ids)
@@ -184,94 +239,17 @@ class Chat:
         text = self._template.decode(generation.token_ids)
         cuts = [at for s in sampling.stop if (at := text.find(s)) >= 0]
         self.completion = text[: min(cuts)] if cuts else text
-        self.messages.append({"role": "assistant", "content": self.completion})
+        turn: Turn = self._template.read(self._prompt_text, generation.token_ids, self.completion, self._tools)
+        self.messages.append(turn.message)
+        self._turn_text, self.calls = turn.rendered, turn.calls
         return self.completion
 
 
-class BlockingChat:
-    """The same conversation for an environment's plain ``def rollout``, which runs in a thread of its own.
-
-    Args:
-        chat: The conversation; its coroutines run on ``loop``.
-        loop: The running event loop of the rollout, of the calling thread.
-    """
-
-    def __init__(self, chat: Chat, loop: asyncio.AbstractEventLoop) -> None:
-        self._chat = chat
-        self._loop = loop
-        self._loop_thread = threading.get_ident()
-        self._lock = threading.Lock()
-        self._running: Future[str] | None = None
-        self._cancelled = False
-
-    def add(self, message: Message | str) -> None:
-        """See :meth:`Chat.add`."""
-        self._chat.add(message)
-
-    def generate(self, messages: Sequence[Message] | str | None = None, **overrides: Any) -> str:
-        """See :meth:`Chat.generate`.
-
-        Raises:
-            RolloutCancelled: nobody waits for this attempt any more.
-        """
-        if threading.get_ident() == self._loop_thread:
-            raise RuntimeError(
-                "a blocking chat was used on the event loop: `rollout` returns a coroutine without being `async def` "
-                "(a decorator?); declare it `async def`"
-            )
-        with self._lock:
-            if self._cancelled:
-                raise RolloutCancelled
-            running = self._running = asyncio.run_coroutine_threadsafe(
-                self._chat.generate(messages, **overrides), self._loop
-            )
-        try:
-            return running.result()
-        except BaseException as error:
-            if self._cancelled:
-                raise RolloutCancelled from error
-            raise
-
-    def cancel(self) -> None:
-        """Abort the turn being sampled and refuse further ones. Called from the rollout's loop."""
-        with self._lock:
-            self._cancelled = True
-            if self._running is not None:
-                self._running.cancel()
-
-    @property
-    def messages(self) -> list[dict[str, Any]]:
-        """The conversation so far."""
-        return self._chat.messages
-
-    @property
-    def token_ids(self) -> list[int]:
-        """All tokens so far."""
-        return self._chat.token_ids
-
-    @property
-    def turns(self) -> int:
-        """Model turns so far."""
-        return self._chat.turns
-
-    @property
-    def finish_reason(self) -> str:
-        """How the last turn ended."""
-        return self._chat.finish_reason
-
-    @property
-    def completion(self) -> str:
-        """Text of the last turn."""
-        return self._chat.completion
-
-    @property
-    def room(self) -> int | None:
-        """Tokens that still fit, ``None`` without a limit."""
-        return self._chat.room
-
-
-class RolloutCancelled(BaseException):
-    """Ends the thread of a cancelled ``def rollout``; no ``Exception``, so that user code does not swallow it."""
+def _as_message(message: Message | str) -> dict[str, Any]:
+    message = {"role": "user", "content": message} if isinstance(message, str) else dict(message)
+    if "role" not in message:
+        raise ValueError(f"a message needs a role and a content, got {message!r}")
+    return message
 
 
 def turn_seed(seed: int, turn: int) -> int:

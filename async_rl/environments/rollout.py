@@ -6,11 +6,13 @@ import asyncio
 import math
 import time
 from collections.abc import Awaitable, Callable, Mapping
-from typing import Any
+from typing import Any, Literal
 
 from async_rl.engines.base import Engine, SamplingParams
 from async_rl.environments.base import Environment, Reward, RewardError, RolloutError, shorten
-from async_rl.environments.chat import BlockingChat, Chat
+from async_rl.environments.blocking_chat import BlockingChat
+from async_rl.environments.budget import BudgetLimits
+from async_rl.environments.chat import Chat
 from async_rl.environments.offload import call_user, is_async
 from async_rl.environments.template import ChatTemplate
 from async_rl.types import RolloutTask, Trajectory
@@ -24,7 +26,8 @@ def make_rollout(
     sampling: SamplingParams,
     *,
     reward_timeout_s: float = 60.0,
-    max_context: int | None = None,
+    limits: BudgetLimits | None = None,
+    template_rewrite: Literal["refuse", "split"] = "refuse",
 ) -> RolloutFunction:
     """Make the function the dispatcher calls for every attempt.
 
@@ -36,7 +39,9 @@ def make_rollout(
         tokenizer: The Hugging Face tokenizer of the policy, with a chat template.
         sampling: How to sample every turn.
         reward_timeout_s: Deadline of one reward call.
-        max_context: Most tokens of a trajectory; ``None`` for no limit but the engine's.
+        limits: What one attempt may use; default no limit but the engine's.
+        template_rewrite: What to do where the chat template rewrites earlier turns: fail the attempt (``"refuse"``), or
+            go on in a fresh context that is trained as a sequence of its own (``"split"``).
 
     Raises:
         TemplateError: the tokenizer has no chat template.
@@ -52,7 +57,8 @@ def make_rollout(
             sampling,
             seed=task.seed,
             request_prefix=f"g{task.group_id}-s{task.sample_index}-a{task.attempt}",
-            max_context=max_context,
+            limits=limits,
+            template_rewrite=template_rewrite,
             reward_timeout_s=reward_timeout_s,
         )
         score = await _attempt(environment, task.prompt.data, chat)
@@ -77,6 +83,7 @@ def make_rollout(
             turns=chat.turns,
             started_s=started_s,
             ended_s=time.time(),
+            starts=tuple(chat.starts),
         )
 
     return rollout

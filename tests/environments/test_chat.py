@@ -14,8 +14,18 @@ from transformers import AutoTokenizer
 
 from async_rl.engines.base import EngineError, Generation, GenerationRequest, SamplingParams
 from async_rl.engines.scripted import ScriptedEngine
-from async_rl.environments import PLAIN_TEMPLATE, BlockingChat, Chat, ChatTemplate, ContextFullError, TemplateError
-from async_rl.environments.chat import RolloutCancelled, turn_seed
+from async_rl.environments import (
+    PLAIN_TEMPLATE,
+    BlockingChat,
+    BudgetError,
+    BudgetLimits,
+    Chat,
+    ChatTemplate,
+    ContextFullError,
+    TemplateError,
+)
+from async_rl.environments.blocking_chat import RolloutCancelled
+from async_rl.environments.chat import turn_seed
 from async_rl.types import Segment
 
 
@@ -241,11 +251,12 @@ def test_a_failing_template_names_the_conversation(tokenizer: Any) -> None:
 
 def test_max_context_shortens_the_turn_then_refuses(tokenizer: Any) -> None:
     engine = engine_saying(tokenizer, "abcdefgh", "x")
-    chat = make_chat(engine, tokenizer, max_context=24)
+    chat = make_chat(engine, tokenizer, limits=BudgetLimits(max_context=24))
 
     async def talk() -> None:
         await chat.generate("hi")
-        assert chat.room == 0
+        assert chat.budget.context == 0
+        assert chat.budget.exhausted
         with pytest.raises(ContextFullError, match="max_context is 24"):
             await chat.generate("more")
 
