@@ -149,7 +149,8 @@ class RunSettings:
     """What surrounds training: evaluation, checkpoints, time-outs, guards."""
 
     evaluation: Annotated[EvaluationConfig, Key("how the policy is evaluated")]
-    checkpoint_every: Annotated[int, Key("save a checkpoint every so many steps; 0: only at the end", ge=0)]
+    checkpoint_every: Annotated[int, Key("save a checkpoint every so many steps; 0: not by steps", ge=0)]
+    checkpoint_every_s: Annotated[float | None, Key("save one so many seconds after the last; null: never", gt=0)]
     keep_last: Annotated[int, Key("checkpoints kept", ge=1)]
     parity_check: Annotated[bool, Key("compare log-probabilities of engine and trainer")]
     max_nonfinite_steps: Annotated[int, Key("steps in a row without a finite loss that end the run", ge=1)]

@@ -25,6 +25,7 @@ from async_rl.config import Component, ConfigError, RunConfig, optimizer_extras
 from async_rl.hub import SourceNotFoundError
 from async_rl.run_end import EXIT_CONFIG, EXIT_ERROR, EXIT_FINISHED, EXIT_INTERRUPTED
 from async_rl.run_record import RunRecord, claim_directory
+from async_rl.types import RunError, SettingError
 
 if TYPE_CHECKING:
     from async_rl.datamodule import RolloutDataModule
@@ -101,8 +102,12 @@ def _train(config: RunConfig, choices: Mapping[str, Any], record: RunRecord) -> 
         return EXIT_CONFIG, refusal
     from async_rl.callbacks.summary import RunSummary
 
+    trainer.shutdown.before_exit.append(lambda what: record.finish(f"forced: {what}", EXIT_ERROR))
     try:
         trainer.fit(policy, datamodule=datamodule)
+    except SettingError as error:
+        compose.report(str(error))
+        return EXIT_CONFIG, str(error)
     except Exception as error:
         return EXIT_ERROR, _unexpected(error)
     finally:
@@ -119,9 +124,28 @@ def _refusal(error: Exception) -> str | None:
 
 
 def _unexpected(error: Exception) -> str:
+    """Print an error: a whole traceback, or where our message says it all only that of the user's code behind it."""
     log.debug("the run failed", exc_info=error)
-    traceback.print_exception(error)
-    return f"{type(error).__name__}: {error}"
+    what = f"{type(error).__name__}: {error}"
+    if isinstance(error, RunError):
+        if error.__cause__ is not None:
+            print(_users_traceback(error.__cause__), end="", file=sys.stderr)
+        print(f"error: {what}", file=sys.stderr)
+    else:
+        traceback.print_exception(error)
+    return what
+
+
+def _users_traceback(error: BaseException) -> str:
+    """The traceback of an error from the first line of the user's own code on; empty where none was running."""
+    from async_rl.shutdown import is_user_code
+
+    frames = traceback.extract_tb(error.__traceback__)
+    first = next((i for i, frame in enumerate(frames) if is_user_code(frame.filename)), None)
+    if first is None:
+        return ""
+    lines = ["Traceback (your code; all of it is in run.log):\n", *traceback.format_list(frames[first:])]
+    return "".join(lines + traceback.format_exception_only(error))
 
 
 def build(
@@ -230,6 +254,7 @@ def _build_trainer(config: RunConfig) -> AsyncRLTrainer:
         eval_every=config.eval_every,
         evaluate_at=config.run.evaluation.at,
         checkpoint_every=config.run.checkpoint_every,
+        checkpoint_every_s=config.run.checkpoint_every_s,
         keep_last=config.run.keep_last,
         parity_check=config.run.parity_check,
         shutdown_timeout_s=config.run.shutdown_timeout_s,

@@ -75,7 +75,7 @@ def close_engines(engines: Sequence[Engine], timeout_s: float) -> list[str]:
         return []
     future = in_thread(close, "engine-close")
     try:
-        return future.result(timeout=timeout_s + 2.0)
+        return future.result(timeout=timeout_s + 0.5)
     except TimeoutError:
         return [engine.name for engine in engines]
 
@@ -149,8 +149,8 @@ class RolloutSession:
     def close(self, timeout_s: float) -> list[str]:
         """Stop everything within ``timeout_s``; returns the names of what would not stop."""
         deadline_s = time.monotonic() + timeout_s
-        left = list(self.orchestrator.close(timeout_s / 2))
-        left += close_engines(self.engines, max(deadline_s - time.monotonic(), 1.0))
+        left = list(self.orchestrator.close(0.4 * timeout_s))
+        left += close_engines(self.engines, 0.4 * timeout_s)
         self.publisher.close()
-        self.ledger.close()
+        self.ledger.close(max(deadline_s - time.monotonic(), 0.1 * timeout_s))
         return left

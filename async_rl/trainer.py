@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import logging
 import os
+import threading
 import time
 from collections.abc import Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
 import lightning.pytorch as pl
+from lightning.fabric.plugins.io.torch_io import TorchCheckpointIO
 from lightning.pytorch.loggers import TensorBoardLogger
 from typing_extensions import override
 
@@ -22,10 +23,13 @@ from async_rl.callbacks.drain import DrainCallback
 from async_rl.callbacks.empty_batch_guard import EmptyBatchGuard
 from async_rl.callbacks.resume import ResumeVersionRecovery
 from async_rl.callbacks.run_loop import RunLoop
+from async_rl.checkpoint_io import DurableCheckpointIO
 from async_rl.datamodule import RolloutDataModule
 from async_rl.policy import PolicyModule
+from async_rl.run_end import EXIT_ERROR, EXIT_FINISHED, EXIT_INTERRUPTED, RunEnd
 from async_rl.session import RolloutSession, close_engines, in_thread, start_engines, wait_for
-from async_rl.signals import stop_signals
+from async_rl.shutdown import ShutdownDeadline, leave_behind
+from async_rl.signals import StopSignals
 from async_rl.types import Batch, EvalBatch
 from async_rl.weights.parity import check_parity, mean_tolerance
 from async_rl.wiring import StalenessSettings, check_settings, open_session
@@ -38,16 +42,7 @@ _PARITY_TEXTS = (
     "In 1969 three people flew to the moon; two of them walked on it, and one of them said a sentence about a step.",
     "def add(a, b): return a + b  # a function that adds two numbers, as every first program does",
 )
-EXIT_FINISHED, EXIT_ERROR, EXIT_INTERRUPTED = 0, 1, 75
 _RUNNING = "running"
-
-
-@dataclass(frozen=True, slots=True)
-class RunEnd:
-    """Why a run ended, and the exit code that says so."""
-
-    reason: str
-    exit_code: int
 
 
 class StopRun(StopIteration):
@@ -74,10 +69,14 @@ class AsyncRLTrainer(pl.Trainer):
         resume: Continue from the newest complete checkpoint in ``run_dir``, or from version 0 where there is none yet.
         eval_every: Evaluate every so many steps; 0: only at start and end.
         evaluate_at: ``"ends"`` evaluates before the first and after the last step, ``"never"`` not at all.
-        checkpoint_every: Save a checkpoint every so many steps; 0: only at the end.
+        checkpoint_every: Save a checkpoint every so many steps; 0: not by steps.
+        checkpoint_every_s: Save one when so many seconds have passed since the last; ``None``: not by time. One is
+            saved at the end in any case, unless the end is an error.
         keep_last: Checkpoints kept.
         parity_check: Compare engine and trainer log-probabilities before the first rollout and after the first update.
-        shutdown_timeout_s: Most seconds the end of a run may take.
+        shutdown_timeout_s: Most seconds the end of a run may take, from the last step or the error on, without the
+            last evaluation and the saving of the checkpoint. Then the process is ended with exit code 1;
+            ``math.inf``: never.
         callbacks: Lightning callbacks, RL hooks included.
         logger: As Lightning's; default a ``TensorBoardLogger`` in ``run_dir``.
         **lightning_kwargs: Anything else ``lightning.Trainer`` takes.
@@ -103,6 +102,7 @@ class AsyncRLTrainer(pl.Trainer):
         eval_every: int = 0,
         evaluate_at: Literal["ends", "never"] = "ends",
         checkpoint_every: int = 0,
+        checkpoint_every_s: float | None = 1800.0,
         keep_last: int = 2,
         parity_check: bool = True,
         shutdown_timeout_s: float = 30.0,
@@ -129,12 +129,13 @@ class AsyncRLTrainer(pl.Trainer):
         self.resume = resume
         self.evaluate_at = evaluate_at
         self.parity_check = parity_check
-        self.shutdown_timeout_s = shutdown_timeout_s
+        self.shutdown = ShutdownDeadline(shutdown_timeout_s)
         self.end = RunEnd("not run", EXIT_ERROR)
         self.evaluations: list[dict[str, float]] = []
         self._sessions: list[RolloutSession] = []
         self._trained = False
         self._engine_start: Future[None] = Future()
+        self._signals = StopSignals(lambda name: self.stop(f"received {name}", EXIT_INTERRUPTED))
 
         callbacks = [callbacks] if isinstance(callbacks, pl.Callback) else list(callbacks or [])
         for default in (DrainCallback, EmptyBatchGuard, ResumeVersionRecovery):
@@ -143,7 +144,9 @@ class AsyncRLTrainer(pl.Trainer):
         if lightning_kwargs.setdefault("enable_checkpointing", True) and not any(
             isinstance(c, RunCheckpoint) for c in callbacks
         ):
-            callbacks.append(RunCheckpoint(self.run_dir / "checkpoints", every=checkpoint_every, keep_last=keep_last))
+            callbacks.append(
+                RunCheckpoint(self.run_dir / "checkpoints", checkpoint_every, keep_last, checkpoint_every_s)
+            )
         lightning_kwargs.setdefault("devices", 1)
         lightning_kwargs.setdefault("log_every_n_steps", 1)
         lightning_kwargs.setdefault("enable_progress_bar", False)
@@ -160,6 +163,8 @@ class AsyncRLTrainer(pl.Trainer):
             default_root_dir=self.run_dir,
             **lightning_kwargs,
         )
+        if type(self.strategy.checkpoint_io) is TorchCheckpointIO:
+            self.strategy.checkpoint_io = DurableCheckpointIO()
         if self.world_size > 1:
             raise ValueError(f"AsyncRLTrainer: devices={self.world_size} is not supported yet; use devices=1")
 
@@ -191,7 +196,8 @@ class AsyncRLTrainer(pl.Trainer):
             log.info("going on from %s", ckpt_path or "version 0: the run has no checkpoint yet")
         self.run_dir.mkdir(parents=True, exist_ok=True)
         self.end = RunEnd(_RUNNING, EXIT_ERROR)
-        with stop_signals(lambda name: self.stop(f"received {name}", EXIT_INTERRUPTED)) as self._catch_signals:
+        threads_before = set(threading.enumerate())
+        with self._signals:
             try:
                 super().fit(model, datamodule=datamodule, ckpt_path=ckpt_path, weights_only=True)
             except StopRun:  # asked to stop before the first batch: nothing to save, nothing went wrong
@@ -200,7 +206,7 @@ class AsyncRLTrainer(pl.Trainer):
                 self.end = RunEnd(f"{type(error).__name__}: {error}", EXIT_ERROR)
                 raise
             finally:
-                self._close(datamodule)
+                self._close(datamodule, threads_before)
         if self.end.reason == _RUNNING:
             self.end = RunEnd(self.ending, EXIT_FINISHED)
             if not self._trained:
@@ -263,7 +269,7 @@ class AsyncRLTrainer(pl.Trainer):
 
     def open_session(self) -> None:
         """Start the control plane at the current version: weights pushed and checked, then admission opened."""
-        self._catch_signals()
+        self._signals.install()
         wait_for(self._engine_start, self._poll_or_stop)
         policy, version = self.lightning_module, self.global_step
         session = open_session(self, policy, self.datamodule)  # type: ignore[attr-defined]
@@ -365,15 +371,20 @@ class AsyncRLTrainer(pl.Trainer):
                     *(engine.name, version, report.mean_abs, report.max_abs, tolerance),
                 )
 
-    def _close(self, datamodule: RolloutDataModule) -> None:
-        left: list[str] = []
-        if self._sessions:
-            left = self._sessions.pop().close(self.shutdown_timeout_s)
-        else:
-            left = close_engines(datamodule.engines, self.shutdown_timeout_s)
+    def _close(self, datamodule: RolloutDataModule, threads_before: set[threading.Thread]) -> None:
+        """Stop what runs for this fit, within what is left of the time for its end."""
+        self.shutdown.start()
+        timeout_s = 0.8 * self.shutdown.remaining_s  # before the deadline, which ends the process
+        session = self._sessions.pop() if self._sessions else None
+        left = session.close(timeout_s) if session else close_engines(datamodule.engines, timeout_s)
         if left:
-            log.error("did not stop within %g s: %s", self.shutdown_timeout_s, ", ".join(left))
+            log.error("did not stop within %.3g s: %s", timeout_s, ", ".join(left))
             self.end = RunEnd(f"{self.end.reason}; forced shutdown of {', '.join(left)}", EXIT_ERROR)
+        # Executor threads in which an environment waits, for example: the interpreter would wait for them at its exit.
+        threads = [t for t in threading.enumerate() if not t.daemon and t not in threads_before]
+        if threads:
+            leave_behind(threads, self.end.exit_code or EXIT_ERROR, max(self.shutdown.remaining_s, 2.0))
+        self.shutdown.end()
 
 
 __all__ = ["AsyncRLTrainer", "RLCallback", "RunEnd"]

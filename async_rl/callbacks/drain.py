@@ -19,7 +19,8 @@ class DrainCallback(RLCallback):
     A run that reaches ``max_steps`` drains nothing: the horizon never admits what no remaining step can train.
 
     Args:
-        timeout_s: Seconds to wait for rollouts in flight, >= 0.
+        timeout_s: Seconds to wait for rollouts in flight, >= 0; half of the trainer's ``shutdown_timeout_s`` at most,
+            for the rest of the end needs time too.
     """
 
     def __init__(self, timeout_s: float = 10.0) -> None:
@@ -31,5 +32,5 @@ class DrainCallback(RLCallback):
     def on_train_end(self, trainer: AsyncRLTrainer, pl_module: LightningModule) -> None:  # type: ignore[override]
         trainer.call_rl_hook("on_drain_start")
         trainer.orchestrator.stop_admission()
-        saved = trainer.orchestrator.drain(self.timeout_s, trainer.poll)
+        saved = trainer.orchestrator.drain(min(self.timeout_s, trainer.shutdown.remaining_s / 2), trainer.poll)
         trainer.call_rl_hook("on_drain_end", saved)

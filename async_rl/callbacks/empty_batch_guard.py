@@ -8,11 +8,10 @@ from lightning.pytorch import LightningModule
 from typing_extensions import override
 
 from async_rl.callbacks.base import RLCallback
+from async_rl.run_end import EXIT_GUARD
 
 if TYPE_CHECKING:
     from async_rl.trainer import AsyncRLTrainer
-
-EXIT_GUARD = 3
 
 
 class EmptyBatchGuard(RLCallback):

@@ -75,6 +75,13 @@ class RunLoop(Callback):
         evaluated = [e["version"] for e in trainer.evaluations]
         if trainer.evaluate_at == "ends" and not trainer.should_stop and trainer.global_step not in evaluated:
             trainer.evaluate_now()
+        trainer.shutdown.start()
+
+    @override
+    def on_exception(  # type: ignore[override]
+        self, trainer: AsyncRLTrainer, pl_module: LightningModule, exception: BaseException
+    ) -> None:
+        trainer.shutdown.start()
 
     @override
     def on_save_checkpoint(  # type: ignore[override]

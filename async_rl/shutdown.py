@@ -1,0 +1,152 @@
+"""ShutdownDeadline: the end of a run takes so many seconds at most, then the process is ended."""
+
+from __future__ import annotations
+
+import contextlib
+import faulthandler
+import logging
+import math
+import os
+import sys
+import sysconfig
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from types import FrameType
+
+log = logging.getLogger(__name__)
+
+_OURS = str(Path(__file__).parent) + os.sep
+_LIBRARIES = tuple({sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")})
+_AFTER_S = 2.0  # the second line of defence waits so much longer than the first
+
+
+class ShutdownDeadline:
+    """Watches the end of a run and ends the process with exit code 1 where it takes too long.
+
+    What may hold it up: a callback that hangs, a thread that does not obey, an engine that will not close. Exiting is
+    safe at any moment: the record is on the disk, checkpoints are complete or absent, engine processes end with this
+    one. The watch is a thread; should somebody's C code keep the interpreter lock, the C timer of ``faulthandler``
+    ends the process two seconds later, with the stacks of all threads.
+
+    Args:
+        timeout_s: Most seconds from :meth:`start` to :meth:`end`; ``math.inf``: no bound.
+
+    Attributes:
+        before_exit: Called with what would not stop, before the process is ended.
+    """
+
+    def __init__(self, timeout_s: float) -> None:
+        if not timeout_s > 0:
+            raise ValueError(f"shutdown_timeout_s={timeout_s} must be > 0")
+        self.timeout_s = timeout_s
+        self.before_exit: list[Callable[[str], None]] = []
+        self._changed = threading.Condition()
+        self._deadline_s = math.inf
+        self._running = False
+        self._owner = threading.main_thread()
+
+    @property
+    def remaining_s(self) -> float:
+        """Seconds left; all of them before :meth:`start`."""
+        return max(self._deadline_s - time.monotonic(), 0.0) if self._running else self.timeout_s
+
+    def start(self) -> None:
+        """The end of the run begins. Calling it again changes nothing."""
+        with self._changed:
+            if self._running or math.isinf(self.timeout_s):
+                return
+            self._running = True
+            self._owner = threading.current_thread()
+            self._deadline_s = time.monotonic() + self.timeout_s
+        self._arm()
+        threading.Thread(target=self._watch, name="shutdown-deadline", daemon=True).start()
+
+    @contextlib.contextmanager
+    def extended(self) -> Iterator[None]:
+        """What is done inside does not count."""
+        began_s, running = time.monotonic(), self._running
+        if running:
+            self._deadline_s, before_s = math.inf, self._deadline_s
+            faulthandler.cancel_dump_traceback_later()
+        try:
+            yield
+        finally:
+            if running:
+                with self._changed:
+                    self._deadline_s = before_s + time.monotonic() - began_s
+                    self._changed.notify_all()
+                self._arm()
+
+    def end(self) -> None:
+        """The run has ended."""
+        with self._changed:
+            if not self._running:
+                return
+            self._running = False
+            self._changed.notify_all()
+        faulthandler.cancel_dump_traceback_later()
+
+    def _arm(self) -> None:
+        with contextlib.suppress(ValueError, OSError, AttributeError):  # no error stream: no second line of defence
+            faulthandler.dump_traceback_later(self.remaining_s + _AFTER_S, exit=True, file=sys.__stderr__)
+
+    def _watch(self) -> None:
+        with self._changed:
+            while self._running and self.remaining_s > 0:
+                self._changed.wait(min(self.remaining_s, 1.0))
+            if not self._running:
+                return
+        end_process(f"{self._owner.name} is {whereabouts(self._owner)}", 1, self.before_exit)
+
+
+def leave_behind(threads: list[threading.Thread], exit_code: int, timeout_s: float) -> None:
+    """Keep threads that are not daemons from holding up the interpreter's exit, which waits for them without bound.
+
+    Once the main thread has ended they get ``timeout_s`` together, then the process ends with ``exit_code``.
+    """
+
+    def watch() -> None:
+        threading.main_thread().join()
+        deadline_s = time.monotonic() + timeout_s
+        for thread in threads:
+            thread.join(max(deadline_s - time.monotonic(), 0.0))
+        if alive := [thread for thread in threads if thread.is_alive()]:
+            what = ", ".join(f"thread {thread.name} is {whereabouts(thread)}" for thread in alive[:4])
+            end_process(what, exit_code, ())
+
+    threading.Thread(target=watch, name="exit-deadline", daemon=True).start()
+
+
+def end_process(what: str, exit_code: int, before_exit: Iterable[Callable[[str], None]]) -> None:
+    """End the process now, saying why; nothing that waits is waited for."""
+    try:
+        log.error("the process would not end: %s; ending it with exit code %d", what, exit_code)
+        for call in before_exit:
+            call(what)
+        for handler in logging.getLogger("async_rl").handlers:
+            handler.flush()
+        for stream in (sys.stdout, sys.stderr):
+            stream.flush()
+    finally:
+        os._exit(exit_code)
+
+
+def whereabouts(thread: threading.Thread) -> str:
+    """Where a thread is, in somebody's own code if it is in any: ``in on_train_end at my_callback.py:12``."""
+    frames = []
+    frame: FrameType | None = sys._current_frames().get(thread.ident or 0)
+    while frame is not None:
+        frames.append(frame)
+        frame = frame.f_back
+    if not frames:
+        return "ended"
+    own = next((f for f in frames if is_user_code(f.f_code.co_filename)), None)
+    at = own or next((f for f in frames if f.f_code.co_filename.startswith(_OURS)), frames[0])
+    return f"in {at.f_code.co_name} at {at.f_code.co_filename}:{at.f_lineno}"
+
+
+def is_user_code(filename: str) -> bool:
+    """Whether a file is neither ours nor the standard library's nor an installed package's."""
+    return not filename.startswith((_OURS, "<", *_LIBRARIES)) and "site-packages" not in filename
