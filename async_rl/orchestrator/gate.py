@@ -170,18 +170,15 @@ class CapacityGate:
 
         Raises:
             ValueError: If the group is in the system already.
+            RuntimeError: If more than ``(S + 1) * B`` groups would be in the system.
         """
-        self._refuse_twice(group_id)
+        self._check_room(group_id)
         self._running[group_id] = self._group_size
         self._running_trajectories += self._group_size
 
     def restore_kept(self, group_id: int) -> None:
-        """Count a group that an earlier process finished and that still waits to be trained.
-
-        Raises:
-            ValueError: If the group is in the system already.
-        """
-        self._refuse_twice(group_id)
+        """Count a group an earlier process finished, which still waits to be trained; raises as :meth:`admit`."""
+        self._check_room(group_id)
         self._kept.add(group_id)
 
     def trajectory_ended(self, group_id: int) -> None:
@@ -224,6 +221,12 @@ class CapacityGate:
             raise LookupError(f"can't {action} group {group_id}: {state}")
         self._running_trajectories -= places
 
-    def _refuse_twice(self, group_id: int) -> None:
+    def _check_room(self, group_id: int) -> None:
         if group_id in self._running or group_id in self._kept:
             raise ValueError(f"group {group_id} is in the system already")
+        # No capacity leads here: it guards what does not ask for any, above all the groups restored at a resume.
+        if self._bound is not None and len(self._running) + len(self._kept) >= self._bound:
+            raise RuntimeError(
+                f"group {group_id} would be in the system beside {self._bound} others, which is all that "
+                f"max_staleness={self._bound // self._batch_size - 1} and batch_size={self._batch_size} allow"
+            )

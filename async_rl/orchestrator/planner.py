@@ -142,7 +142,7 @@ class BatchPlanner:
 
         Raises:
             RuntimeError: If the batch chosen before has not ended, or if no wait can help: the groups kept can't all be
-                trained within the bound (a resume with a smaller bound; end those that ``late`` names).
+                trained within the bound (a resume with a smaller one, see ``within_bound``).
         """
         if self._chosen:
             raise RuntimeError(f"the batch before has not ended: group {min(self._chosen)} is still in training")
@@ -156,22 +156,6 @@ class BatchPlanner:
             if reason:
                 return Plan((), reason)
         return Plan(self._take(self._batch_size), "")
-
-    def late(self, trained: int) -> tuple[int, ...]:
-        """Kept groups that can't be trained within the bound, even with nothing but kept groups trained from now on.
-
-        Empty in every run; after a resume with a smaller ``max_staleness`` the caller ends these as dropped.
-        """
-        if self._max_staleness is None:
-            return ()
-        late = []
-        in_time = 0
-        for head in sorted(self._kept):
-            places = max(0, (head + self._max_staleness - trained + 1) * self._batch_size - in_time)
-            groups = sorted(self._kept[head])
-            late += groups[places:]
-            in_time += min(places, len(groups))
-        return tuple(late)
 
     def _reason_to_wait(self, trained: int, max_staleness: int) -> str:
         to_take = self._batch_size
@@ -195,7 +179,7 @@ class BatchPlanner:
         if oldest is None or due < trained:
             raise RuntimeError(
                 f"groups of head version {head} were due by version {due}, and at version {trained} they can't all be "
-                "trained in time: after a resume with a smaller max_staleness, drop the groups that `late` names"
+                "trained in time: after a resume with a smaller max_staleness, re-issue what `within_bound` names"
             )
         group, version = oldest
         if rest == 1:

@@ -1,5 +1,6 @@
 """The age bound and the books under everything that can delay or lose a group: random worlds on a virtual clock."""
 
+from dataclasses import replace
 from itertools import count, islice
 
 import pytest
@@ -93,6 +94,16 @@ def test_a_kill_and_resume_keeps_the_bound_and_redoes_nothing_finished(world):
     batched = [group for _, groups, _ in loop.batches for group in groups]
     assert len(batched) == len(set(batched))
     assert [version for version, _, updated in loop.batches if updated] == list(range(world.steps))
+
+
+@examples(500)
+@given(worlds(kill=True), st.integers(0, 6))
+def test_a_resume_with_another_bound_keeps_that_bound_and_loses_nothing(world, resume_s):
+    loop = VirtualLoop(replace(world, resume_s=resume_s)).run()
+    batched = [group for _, groups, _ in loop.batches for group in groups]
+    assert len(batched) == len(set(batched))
+    assert [version for version, _, updated in loop.batches if updated] == list(range(world.steps))
+    assert not loop.reissued or resume_s < world.S
 
 
 @examples(150)

@@ -153,3 +153,18 @@ def test_a_resume_that_forgot_the_trained_version_is_refused():
 def test_impossible_settings_are_refused_with_the_fix(overrides, message):
     with pytest.raises(ValueError, match=message):
         make_gate(**overrides)
+
+
+def test_more_groups_than_the_bound_allows_are_refused_however_they_came_in():
+    """CASES 14: version 40, B = 8, S = 2: 24 groups at most, those restored at a resume included."""
+    gate = make_gate(max_staleness=2, admit_ahead=2)
+    for group_id in range(20):
+        gate.restore_kept(group_id)
+    assert gate.capacity(40, 40) == (4, "bound")
+    for group_id in range(20, 24):
+        gate.admit(group_id)
+    for enter in (gate.admit, gate.restore_kept):
+        with pytest.raises(RuntimeError, match=r"group 24 .* beside 24 others.*max_staleness=2 and batch_size=8"):
+            enter(24)
+    gate.end(0)
+    gate.admit(24)

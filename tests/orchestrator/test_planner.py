@@ -144,16 +144,11 @@ def test_a_kept_group_can_be_dropped():
     assert planner.plan(0).groups == (0, 2)
 
 
-def test_a_resume_with_a_smaller_bound_is_an_error_and_never_a_hang():
+def test_groups_that_no_wait_can_help_are_an_error_and_never_a_hang():
     planner = make_planner(B=2, S=1)
     admit(planner, **{f"g{i}": (3, 3) for i in range(5)}, g5=(2, 2), g6=(4, 4))
-    with pytest.raises(RuntimeError, match="drop the groups that `late` names"):
+    with pytest.raises(RuntimeError, match="re-issue what `within_bound` names"):
         planner.plan(4)
-    assert planner.late(4) == (5, 2, 3, 4)
-    for group_id in planner.late(4):
-        planner.end(group_id)
-    assert planner.late(4) == ()
-    assert planner.plan(4).groups == (0, 1)
 
 
 def test_misuse_is_an_error_that_names_the_group():

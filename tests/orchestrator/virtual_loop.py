@@ -11,6 +11,9 @@ from virtual_world import LAWS, Attempt, Running, World, fate, skipped
 
 from async_rl.orchestrator.gate import CapacityGate
 from async_rl.orchestrator.planner import BatchPlanner
+from async_rl.orchestrator.records import Recovery
+from async_rl.orchestrator.recovery import within_bound
+from async_rl.types import Group, Prompt, Segment, Trajectory
 
 
 class VirtualLoop:
@@ -29,6 +32,8 @@ class VirtualLoop:
         self.ages: list[int] = []
         self.paused_until = 0.0
         self.killed = False
+        self.S, self.W, self.f = world.S, world.W, world.f
+        self.heads: dict[int, tuple[int, int]] = {}  # every group ever kept, as `kept` has it
         self.start(version=0)
 
     def start(self, version: int) -> None:
@@ -38,12 +43,12 @@ class VirtualLoop:
             batch_size=world.B,
             group_size=world.G,
             max_concurrent=world.C,
-            max_staleness=None if world.policy == "allow" else world.S,
-            admit_ahead=world.W,
-            oversample_factor=world.f,
+            max_staleness=None if world.policy == "allow" else self.S,
+            admit_ahead=self.W,
+            oversample_factor=self.f,
             max_steps=world.steps,
         )
-        self.planner = BatchPlanner(batch_size=world.B, max_staleness=world.S, stale_policy=world.policy)
+        self.planner = BatchPlanner(batch_size=world.B, max_staleness=self.S, stale_policy=world.policy)
         self.trained = version
         self.served = [version] * len(world.lags_s)
         self.alive = [True] * len(world.lags_s)
@@ -53,7 +58,7 @@ class VirtualLoop:
         self.attempts: dict[int, Attempt] = {}
         self.homeless: list[int] = []  # attempts whose engine died, while no engine is open
         self.replay: list[tuple[int, ...]] = []
-        self.landed: dict[int, dict[int, int]] = {}  # re-issued group -> heads of the samples it finished before
+        self.relaunch: list[int] = []  # running groups of an earlier process of which samples are finished
         self.training: tuple[tuple[int, ...], bool] | None = None
         self.finished = False
 
@@ -93,6 +98,9 @@ class VirtualLoop:
         if self.now < self.paused_until or not engines:
             return
         served = min(self.served[e] for e in engines)
+        relaunch, self.relaunch = self.relaunch, []
+        for group in relaunch:
+            self.launch(group, engines)
         for _ in range(self.gate.capacity(self.trained, served).groups):
             if not self.prompts_left:
                 return
@@ -102,18 +110,17 @@ class VirtualLoop:
                 group = self.next_group
                 self.next_group += 1
             self.gate.admit(group)
-            landed = self.landed.pop(group, {})
-            for _ in landed:
-                self.gate.trajectory_ended(group)
-            if not landed:
-                self.planner.admitted(group, served)
-            self.running[group] = Running(min([served, *landed.values()]), self.now, landed)
-            if self.world.quorum is not None:
-                self.at(self.world.straggler_timeout_s, "straggler", group)
-            engine = self.rng.choice(engines)
-            for sample in range(self.world.G):
-                if sample not in landed:
-                    self.attempt(Attempt(group, sample, 0, engine))
+            self.planner.admitted(group, served)
+            self.running[group] = Running(served, self.now)
+            self.launch(group, engines)
+
+    def launch(self, group: int, engines: list[int]) -> None:
+        if self.world.quorum is not None:
+            self.at(self.world.straggler_timeout_s, "straggler", group)
+        engine = self.rng.choice(engines)
+        for sample in range(self.world.G):
+            if sample not in self.running[group].heads:
+                self.attempt(Attempt(group, sample, 0, engine))
 
     def attempt(self, attempt: Attempt) -> None:
         self.scheduled += 1
@@ -184,7 +191,7 @@ class VirtualLoop:
             if fate(world, group_id)[0]:
                 self.gate.keep(group_id)
                 self.planner.keep(group_id, min(group.heads.values()))
-                self.kept[group_id] = (group.version, min(group.heads.values()))
+                self.kept[group_id] = self.heads[group_id] = (group.version, min(group.heads.values()))
             else:
                 self.end(group_id, "filtered")
 
@@ -254,6 +261,7 @@ class VirtualLoop:
         if self.replay:
             groups = self.replay[0]
             self.training = groups, True
+            assert world.policy != "wait" or all(self.trained - self.heads[g][1] <= self.S for g in groups), world
         else:
             plan = self.planner.plan(self.trained, exhausted=not self.prompts_left, short_ok=world.short_ok)
             if not plan.groups:
@@ -266,7 +274,7 @@ class VirtualLoop:
             for head in heads:
                 age = self.trained - head
                 assert age >= 0, (age, world)
-                assert world.policy != "wait" or age <= world.S, (age, world)
+                assert world.policy != "wait" or age <= self.S, (age, world)
                 self.ages.append(age)
             updated = not skipped(world, len(self.batches))
             self.batches.append((self.trained, groups, updated))
@@ -291,8 +299,7 @@ class VirtualLoop:
         if self.replay:
             self.replay.pop(0)
             if not self.replay:
-                for engine, lag_s in enumerate(self.world.lags_s):
-                    self.at(lag_s * self.rng.random(), "restart", engine)
+                self.restart_engines()
             return
         for engine, lag_s in enumerate(self.world.lags_s):
             if lag_s:
@@ -326,32 +333,72 @@ class VirtualLoop:
                 self.outcome.pop(group, None)
         self.events = []
         self.paused_until = 0.0
+        if self.world.resume_s is not None:
+            self.S = self.world.resume_s
+            self.W = min(self.W, self.S)
+            self.f = self.f if self.W < self.S else 1.0
         self.start(version=checkpoint)
-        self.replay = again
+        recovery, self.reissued, withdrawn = within_bound(
+            Recovery(
+                version=checkpoint,
+                next_group_id=self.next_group,
+                batches=tuple(tuple(self.finished_group(group) for group in ids) for ids in again),
+                kept=tuple(self.finished_group(group) for group in sorted(kept) if group not in groups),
+                unfinished=tuple(
+                    (group, {sample: trajectory(head) for sample, head in running[group].heads.items()})
+                    for group in sorted(running)
+                ),
+            ),
+            batch_size=self.world.B,
+            group_size=self.world.G,
+            max_staleness=self.S,
+        )
+        if withdrawn is not None:
+            self.batches = [b for b in self.batches if b[0] < withdrawn or not b[2]]
+        self.replay = [tuple(group.id for group in groups) for groups in recovery.batches]
         self.alive = [False] * len(self.served)
-        # Samples that finished are not generated again, so their groups are as old as before. The planner
-        # must know them before the gate lets them in again, or a batch may go that leaves them no step in time.
-        self.landed = {group: r.heads for group, r in running.items() if r.heads}
-        for group, heads in self.landed.items():
+        # Samples that finished are not generated again, so their groups are as old as before. Gate and planner must
+        # know them before anything new comes in, or a batch may go that leaves them no step in time.
+        self.reissue = []
+        for group, landed in recovery.unfinished:
+            if not landed:
+                self.reissue.append(group)
+                continue
+            heads = {sample: t.head for sample, t in landed.items()}
+            self.gate.admit(group)
+            for _ in landed:
+                self.gate.trajectory_ended(group)
             self.planner.admitted(group, min(heads.values()))
-        self.reissue = sorted(running)
-        for group, (version, head) in kept.items():
-            if group not in groups:
-                self.gate.restore_kept(group)
-                self.planner.admitted(group, version)
-                self.planner.keep(group, head)
-                self.kept[group] = (version, head)
+            self.running[group] = Running(min(heads.values()), self.now, heads)
+            self.relaunch.append(group)
+        for group in (g.id for g in recovery.kept):
+            version, head = self.heads[group]
+            self.gate.restore_kept(group)
+            self.planner.admitted(group, version)
+            self.planner.keep(group, head)
+            self.kept[group] = (version, head)
+        if not self.replay:  # every recorded batch was withdrawn: the engines open at the checkpoint's version
+            self.restart_engines()
         self.plan()
+
+    def finished_group(self, group: int) -> Group:
+        version, head = self.heads[group]
+        return Group(group, Prompt("", "", {}), version, (trajectory(head),))
+
+    def restart_engines(self) -> None:
+        for engine, lag_s in enumerate(self.world.lags_s):
+            self.at(lag_s * self.rng.random(), "restart", engine)
 
     # --- the promises
 
     def check(self) -> None:
         world = self.world
         in_system = len(self.running) + len(self.kept)
-        assert world.policy == "allow" or in_system <= (world.S + 1) * world.B, (in_system, world)
+        assert world.policy == "allow" or in_system <= (self.S + 1) * world.B, (in_system, world)
         assert self.gate.running_groups == len(self.running)
         assert self.gate.kept_groups == len(self.kept)
-        assert self.gate.running_trajectories == len(self.attempts) <= world.C, world
+        to_relaunch = sum(world.G - len(self.running[group].heads) for group in self.relaunch)
+        assert self.gate.running_trajectories == len(self.attempts) + to_relaunch <= world.C, world
 
     def check_end(self) -> None:
         world = self.world
@@ -377,9 +424,13 @@ class VirtualLoop:
 
     def free_capacity(self) -> int:
         world = self.world
-        terms = [world.C // world.G, math.ceil((world.W + 1) * world.B * world.f)]
+        terms = [world.C // world.G, math.ceil((self.W + 1) * world.B * self.f)]
         if world.policy != "allow":
-            terms.append((world.S + 1) * world.B)
+            terms.append((self.S + 1) * world.B)
         if world.steps is not None:
             terms.append((world.steps - self.trained) * world.B)
         return min(terms)
+
+
+def trajectory(head: int) -> Trajectory:
+    return Trajectory(0, 0, [1, 2], [0, 1], [0.0, 0.0], (Segment(head, 1, 2),), 1, 0.0)

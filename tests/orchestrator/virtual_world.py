@@ -42,6 +42,7 @@ class World:
     train_s: float = 1.0
     kill_at: int | None = None  # killed while this version trains, then resumed from the checkpoint before
     checkpoint_every: int = 1
+    resume_s: int | None = None  # S of the resumed run, if it is another
     seed: int = 0
 
 
