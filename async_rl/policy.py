@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
+from itertools import accumulate
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -328,11 +329,11 @@ def _load_tokenizer(model: str | Path | nn.Module) -> PreTrainedTokenizerBase:
 
 
 def _sequences(table: TokenTable, skip_zero_advantage: bool) -> list[ScoredSequence]:
-    """What to run through the model: all trajectories, or those whose advantage isn't 0 (one of them at least)."""
-    first = [0, *table.lengths.cumsum(0).tolist()]
+    """What to run through the model: all contexts, or those whose advantage isn't 0 (one of them at least)."""
+    first = accumulate(map(len, table.positions), initial=0)
     sequences = [
         ScoredSequence(ids, positions, start)
-        for ids, positions, start in zip(table.token_ids, table.positions, first[:-1], strict=True)
+        for ids, positions, start in zip(table.token_ids, table.positions, first, strict=False)
         if len(positions)
     ]
     if not skip_zero_advantage:

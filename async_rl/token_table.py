@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import pairwise
 
 import numpy as np
 import torch
@@ -23,8 +24,8 @@ class TokenTable:
 
     Attributes:
         names: Of each trajectory, for messages: ``"<prompt id>#<sample index>"``.
-        token_ids: Of each trajectory, all of them.
-        positions: Where in its trajectory each trainable token is, one array per trajectory.
+        token_ids: Of each context (of each trajectory, unless the chat template rewrote its turns), all of them.
+        positions: Where in its context each trainable token is, one array per context.
         lengths: Trainable tokens of each trajectory, int64 ``[trajectories]``.
         sequence: Which trajectory each token belongs to, int64 ``[tokens]``.
         behaviour: Behaviour log-probabilities, float32 ``[tokens]``; NaN where the engine gave none.
@@ -48,27 +49,30 @@ class TokenTable:
         """The table of a batch.
 
         Raises:
-            ValueError: a trajectory's lists differ in length, or its first token, which nothing predicts, is trainable.
+            ValueError: a trajectory's lists differ in length, its contexts are out of order, or the first token of one,
+                which nothing predicts, is trainable.
         """
-        names, token_ids, positions = [], [], []
+        names, token_ids, positions, lengths = [], [], [], []
         behaviour, advantages, stamps = [np.empty(0)], [np.empty(0)], [np.empty(0, dtype=np.int64)]
         for group, group_advantages in zip(batch.groups, batch.advantages, strict=True):
             for trajectory, advantage in zip(group.trajectories, group_advantages, strict=True):
                 name = name_of(group, trajectory)
                 trained = _trainable_positions(name, trajectory)
                 names.append(name)
-                token_ids.append(trajectory.token_ids)
-                positions.append(trained)
+                lengths.append(len(trained))
+                for start, stop in pairwise((*trajectory.starts, len(trajectory.token_ids))):
+                    token_ids.append(trajectory.token_ids[start:stop])
+                    positions.append(trained[(trained >= start) & (trained < stop)] - start)
                 behaviour.append(np.array(trajectory.logprobs, dtype=np.float64)[trained])
                 advantages.append(np.full(len(trained), advantage, dtype=np.float64))
                 stamps.append(_stamps(trajectory)[trained])
-        lengths = torch.tensor([len(p) for p in positions], dtype=torch.int64)
+        of_trajectory = torch.tensor(lengths, dtype=torch.int64)
         return TokenTable(
             names=tuple(names),
             token_ids=tuple(token_ids),
             positions=tuple(positions),
-            lengths=lengths,
-            sequence=torch.repeat_interleave(torch.arange(len(lengths)), lengths),
+            lengths=of_trajectory,
+            sequence=torch.repeat_interleave(torch.arange(len(lengths)), of_trajectory),
             behaviour=torch.from_numpy(np.concatenate(behaviour)).float(),
             advantages=torch.from_numpy(np.concatenate(advantages)).float(),
             stamps=torch.from_numpy(np.concatenate(stamps)),
@@ -114,9 +118,16 @@ def _trainable_positions(name: str, trajectory: Trajectory) -> np.ndarray:
             f"{name}: {len(trajectory.token_ids)} token_ids, {len(trajectory.loss_mask)} loss_mask and "
             f"{len(trajectory.logprobs)} logprobs entries; each token needs one of each"
         )
+    starts = trajectory.starts
+    if starts[:1] != (0,) or any(a >= b for a, b in pairwise((*starts, max(len(trajectory.token_ids), 1)))):
+        raise ValueError(
+            f"{name}: starts={starts} must begin with 0 and ascend below the {len(trajectory.token_ids)} token_ids"
+        )
     trained = np.flatnonzero(np.array(trajectory.loss_mask, dtype=bool))
-    if len(trained) and trained[0] == 0:
-        raise ValueError(f"{name}: loss_mask[0] is 1, but nothing comes before the first token to predict it from")
+    if first := [start for start in starts if start in trained]:
+        raise ValueError(
+            f"{name}: loss_mask[{first[0]}] is 1, but nothing comes before a context's first token to predict it from"
+        )
     return trained
 
 

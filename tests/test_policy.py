@@ -6,6 +6,7 @@ import math
 import sys
 from dataclasses import replace
 from functools import partial
+from itertools import pairwise
 
 import lightning.pytorch as pl
 import pytest
@@ -16,7 +17,7 @@ from async_rl import policy as policy_module
 from async_rl.algorithms import DecoupledPPOLoss
 from async_rl.policy import NonFiniteError, PolicyModule
 from async_rl.token_table import StalenessError
-from async_rl.types import Batch, EvalBatch, EvalResult, Group, Prompt
+from async_rl.types import Batch, EvalBatch, EvalResult, Group, Prompt, Segment
 
 TOKENIZER = object()
 SGD = partial(torch.optim.SGD, lr=0.1)
@@ -96,6 +97,16 @@ def weights(policy):
     return {name: tensor.clone() for name, tensor in policy.named_weights()}
 
 
+def context_logprobs(model, t):
+    """Log-probability of every token of a trajectory but the first of each context, its contexts run alone."""
+    logprobs = {}
+    for start, stop in pairwise((*t.starts, len(t.token_ids))):
+        ids = t.token_ids[start:stop]
+        of_context = model(input_ids=torch.tensor([ids])).logits[0].log_softmax(-1)
+        logprobs |= {start + i: of_context[i - 1, ids[i]] for i in range(1, len(ids))}
+    return logprobs
+
+
 def reference_gradients(batch, loss):
     """The batch's loss, one sequence at a time, straight from the model."""
     model = tiny_llama()
@@ -106,8 +117,8 @@ def reference_gradients(batch, loss):
         positions = [i for i, trained in enumerate(t.loss_mask) if trained]
         if not positions:
             continue
-        logprobs = model(input_ids=torch.tensor([t.token_ids])).logits[0].log_softmax(-1)
-        current = torch.stack([logprobs[p - 1, t.token_ids[p]] for p in positions])
+        logprobs = context_logprobs(model, t)
+        current = torch.stack([logprobs[p] for p in positions])
         behaviour = torch.tensor([t.logprobs[p] for p in positions])
         ones = torch.ones(len(positions))
         loss(current, current.detach(), behaviour, advantage * ones, weight * ones).backward()
@@ -126,6 +137,29 @@ def test_micro_batches_and_sharing_leave_the_gradient_alone(normalise, micro_bat
     loss = DecoupledPPOLoss(normalise=normalise, constant=8 if normalise == "constant" else 0, cap=2.0)
     batch = make_batch()
     _, record = fit(make_policy(loss=loss, micro_batch_tokens=micro_batch_tokens, share_prefix=share_prefix), [batch])
+    assert_same_gradients(record.gradients[0], reference_gradients(batch, loss))
+
+
+@pytest.mark.parametrize("micro_batch_tokens", [9, 4096])
+@pytest.mark.parametrize("share_prefix", [True, False])
+def test_each_context_of_a_split_trajectory_is_a_sequence_of_its_own(micro_batch_tokens, share_prefix):
+    """Log-probabilities are those of the contexts alone (positions restart, nothing attends across), to 1e-4."""
+    batch = make_batch(groups=2, samples=2)
+    for i, t in enumerate(batch.trajectories[:3]):
+        repeated = [*t.token_ids[:3], 9 + i, 8]  # the conversation as the template renders it now: untrained
+        t.starts = (0, len(t.token_ids))
+        t.segments = (*t.segments, Segment(0, len(t.token_ids) + 5, len(t.token_ids) + 9))
+        t.token_ids = [*t.token_ids, *repeated, 5, 6, 7, i]
+        t.loss_mask = [*t.loss_mask, 0, 0, 0, 0, 0, 1, 1, 1, 1]
+    for t in batch.trajectories:
+        with torch.no_grad():
+            alone = context_logprobs(tiny_llama(), t)
+        t.logprobs = [alone[i].item() if m else 0.0 for i, m in enumerate(t.loss_mask)]
+    loss = DecoupledPPOLoss(normalise="sequence")
+    _, record = fit(make_policy(loss=loss, micro_batch_tokens=micro_batch_tokens, share_prefix=share_prefix), [batch])
+    assert record.metrics[0]["ratio/mismatch_age0"] < 1e-4
+    assert record.metrics[0]["ratio/mean"] == pytest.approx(1, abs=1e-4)
+    assert record.metrics[0]["train/tokens"] == sum(sum(t.loss_mask) for t in batch.trajectories)
     assert_same_gradients(record.gradients[0], reference_gradients(batch, loss))
 
 

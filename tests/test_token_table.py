@@ -74,3 +74,30 @@ def test_order_is_the_batch_order():
     assert [len(t.token_ids) for t in batch.trajectories] == [len(ids) for ids in table.token_ids]
     flat = [a for group in batch.advantages for a in group]
     assert [table.advantages[table.sequence == i][0].item() for i in range(len(flat))] == pytest.approx(flat)
+
+
+def test_contexts_of_a_split_trajectory_are_rows_of_their_own():
+    # context 0: prompt 0-1, turn 2-3 | context 1: what the template made of it 4-6, turn 7-8
+    split = replace(
+        trajectory([1, 2], [3, 4, 1, 4, 6, 7, 8]),
+        loss_mask=[0, 0, 1, 1, 0, 0, 0, 1, 1],
+        segments=(Segment(4, 2, 4), Segment(5, 7, 9)),
+        starts=(0, 4),
+    )
+    table = TokenTable.of(batch_of(split, trajectory([1, 2], [3]), advantages=[0.5, -0.5]))
+    assert table.token_ids == ([1, 2, 3, 4], [1, 4, 6, 7, 8], [1, 2, 3])
+    assert [p.tolist() for p in table.positions] == [[2, 3], [3, 4], [2]]
+    assert table.lengths.tolist() == [4, 1], "one trajectory to the loss, however many contexts"
+    assert table.sequence.tolist() == [0, 0, 0, 0, 1]
+    assert table.stamps.tolist() == [4, 4, 5, 5, 0]
+
+
+@pytest.mark.parametrize("starts", [(), (1,), (0, 0), (0, 2, 1), (0, 3)])
+def test_starts_out_of_order_are_refused(starts):
+    with pytest.raises(ValueError, match="add/0/7#0: starts="):
+        TokenTable.of(batch_of(replace(trajectory([1], [2, 3]), starts=starts)))
+
+
+def test_a_trainable_first_token_of_a_context_is_refused():
+    with pytest.raises(ValueError, match=r"loss_mask\[1\] is 1, but nothing comes before"):
+        TokenTable.of(batch_of(replace(trajectory([1], [2, 3]), starts=(0, 1))))
