@@ -17,7 +17,8 @@ import time
 from pathlib import Path
 from typing import Any
 
-from async_rl.orchestrator.ledger import Ledger, NullLedger
+from async_rl.orchestrator.ledger import Ledger
+from async_rl.orchestrator.ledger_null import NullLedger
 from async_rl.orchestrator.orchestrator import Orchestrator
 from async_rl.orchestrator.prompts import PromptStream
 from async_rl.orchestrator.settings import OrchestratorSettings

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from async_rl.orchestrator.books import Books
     from async_rl.orchestrator.ledger import AnyLedger
     from async_rl.orchestrator.metrics import Meters
+    from async_rl.orchestrator.records import RecordedBatch
     from async_rl.orchestrator.room import Room
     from async_rl.orchestrator.settings import OrchestratorSettings
 
@@ -47,7 +48,7 @@ class BatchSource:
         *,
         settings: OrchestratorSettings,
         advantages: AdvantageFn,
-        replay: Sequence[tuple[Group, ...]],
+        replay: Sequence[RecordedBatch],
     ) -> None:
         self._room = room
         self._books = books
@@ -105,7 +106,7 @@ class BatchSource:
         if self._steps_over():
             return None
         if self._replay:
-            self._open, self._open_is_replayed = self._make(self._replay.popleft()), True
+            self._open, self._open_is_replayed = self._make(tuple(self._replay.popleft())), True
             return self._open
         groups, self._planned = self._planned, ()
         if not groups:
@@ -125,8 +126,7 @@ class BatchSource:
         if batch is not self._open:
             raise RuntimeError("this is not the batch that next_batch() returned last, or it ended before")
         with self._room.lock:
-            self._ledger.end([(group.id, outcome, reason) for group in batch.groups])
-            self._ledger.end_batch(batch.version, outcome, reason)
+            self._ledger.end_batch(batch, outcome, reason)
             if self._open_is_replayed:
                 self._books.end_replayed_batch(len(batch.groups), outcome)
             else:
@@ -136,10 +136,10 @@ class BatchSource:
 
     def not_replayed(self) -> list[int]:
         """Groups of recorded batches that were not trained again; a batch being trained again included."""
-        batches = [*self._replay]
+        ids = [group_id for recorded in self._replay for group_id in recorded.group_ids]
         if self._open is not None and self._open_is_replayed:
-            batches.append(self._open.groups)
-        return [group.id for groups in batches for group in groups]
+            ids.extend(group.id for group in self._open.groups)
+        return ids
 
     def _steps_over(self) -> bool:
         return self._settings.max_steps is not None and self._books.trained_version >= self._settings.max_steps

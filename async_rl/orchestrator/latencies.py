@@ -128,8 +128,13 @@ def _read_ledger(path: Path) -> MeasuredRun:
     db = sqlite3.connect(f"{path.absolute().as_uri()}?mode=ro", uri=True)
     try:
         groups: dict[int, list[float]] = {}
-        for group, seconds in db.execute("SELECT group_id, ended_s - started_s FROM trajectories ORDER BY group_id"):
+        for group, seconds in db.execute(
+            "SELECT group_id, ended_s - started_s FROM trajectories LEFT JOIN archived a USING (group_id) "
+            "WHERE a.group_id IS NULL"
+        ):
             groups.setdefault(group, []).append(seconds)
+        for group, text in db.execute("SELECT group_id, seconds FROM archived"):
+            groups[group] = json.loads(text)
         outcomes = dict(db.execute("SELECT outcome, count(*) FROM endings GROUP BY outcome"))
         steps = [(len(json.loads(ids)), end - start) for ids, start, end in db.execute(
             "SELECT group_ids, planned_s, ended_s FROM batches WHERE ended_s IS NOT NULL AND outcome = 'trained'"

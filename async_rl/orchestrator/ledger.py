@@ -10,49 +10,28 @@ import json
 import sqlite3
 import threading
 import time
-from array import array
-from collections.abc import Mapping, Sequence
+from collections import defaultdict, deque
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from async_rl.orchestrator.records import Balance, Flight, Recovery
-from async_rl.types import Batch, Group, Outcome, Prompt, RunError, Segment, Trajectory
+from async_rl.orchestrator.ledger_archiver import LedgerArchiver
+from async_rl.orchestrator.ledger_null import NullLedger
+from async_rl.orchestrator.ledger_reader import LedgerReader
+from async_rl.orchestrator.ledger_rows import (
+    COLUMNS,
+    SCHEMA,
+    LedgerError,
+    check_schema,
+    reading,
+    to_json,
+    trajectory_row,
+)
+from async_rl.orchestrator.records import Archive, Balance, Flight, Recovery
+from async_rl.types import Batch, Group, Outcome, Trajectory
 
-_SCHEMA = """
-CREATE TABLE IF NOT EXISTS admissions (group_id INTEGER PRIMARY KEY, prompt_id TEXT NOT NULL, environment TEXT NOT NULL,
-    version INTEGER NOT NULL, engine INTEGER NOT NULL, admitted_s REAL NOT NULL);
-CREATE TABLE IF NOT EXISTS trajectories (group_id INTEGER NOT NULL, sample_index INTEGER NOT NULL,
-    attempt INTEGER NOT NULL, token_ids BLOB NOT NULL, loss_mask BLOB NOT NULL, logprobs BLOB NOT NULL,
-    segments TEXT NOT NULL, prompt_length INTEGER NOT NULL, reward REAL NOT NULL, reward_parts TEXT NOT NULL,
-    finish_reason TEXT NOT NULL, completion TEXT NOT NULL, turns INTEGER NOT NULL, started_s REAL NOT NULL,
-    ended_s REAL NOT NULL, PRIMARY KEY (group_id, sample_index));
-CREATE TABLE IF NOT EXISTS keeps (group_id INTEGER PRIMARY KEY, prompt TEXT NOT NULL, head INTEGER, tail INTEGER,
-    kept_s REAL NOT NULL);
-CREATE TABLE IF NOT EXISTS endings (group_id INTEGER PRIMARY KEY, outcome TEXT NOT NULL, reason TEXT NOT NULL,
-    ended_s REAL NOT NULL);
-CREATE TABLE IF NOT EXISTS batches (batch_id INTEGER PRIMARY KEY, version INTEGER NOT NULL, group_ids TEXT NOT NULL,
-    advantages TEXT NOT NULL, planned_s REAL NOT NULL, outcome TEXT, reason TEXT, ended_s REAL);
-CREATE TABLE IF NOT EXISTS meta (key TEXT PRIMARY KEY, value TEXT NOT NULL);
-CREATE VIEW IF NOT EXISTS groups AS SELECT a.group_id, a.prompt_id, a.environment, a.version AS admitted_version,
-    a.engine, k.head, k.tail, e.outcome, e.reason, a.admitted_s, k.kept_s, e.ended_s
-    FROM admissions a LEFT JOIN keeps k USING (group_id) LEFT JOIN endings e USING (group_id);
-"""
-_COLUMNS = {
-    "admissions": ("group_id", "prompt_id", "environment", "version", "engine", "admitted_s"),
-    "trajectories": (
-        "group_id", "sample_index", "attempt", "token_ids", "loss_mask", "logprobs", "segments", "prompt_length",
-        "reward", "reward_parts", "finish_reason", "completion", "turns", "started_s", "ended_s",
-    ),
-    "keeps": ("group_id", "prompt", "head", "tail", "kept_s"),
-    "endings": ("group_id", "outcome", "reason", "ended_s"),
-}  # fmt: skip
-_to_json = json.JSONEncoder(default=str).encode  # one encoder for all rows: json.dumps makes one per call
-_SCHEMA_VERSION = 2
 _MOST_VALUES = 30_000  # SQLite's limit on the values of one statement is 32,766
-
-
-class LedgerError(RunError):
-    """The run's record can't be written or read; names the file."""
 
 
 class Ledger:
@@ -61,30 +40,37 @@ class Ledger:
     Commits are synced to the disk, for the record must never be older than a checkpoint. Readers may open the file at
     any time (``sqlite3 run.db "select * from groups"``).
 
+    Once a batch has ended, the payload (prompt, trajectories) of its groups, and of those that were filtered, failed or
+    dropped since, moves to the batch's file in the archive. That happens when the next batch has just been recorded, so
+    while it is trained: nobody waits for it.
+
     Args:
         path: The file, usually ``<run_dir>/run.db``; created if missing.
+        archive: Where payloads go; ``None``: they stay.
 
     Raises:
-        LedgerError: The file can't be opened.
+        LedgerError: The file can't be opened, or another version of async-rl wrote it.
     """
 
-    def __init__(self, path: str | Path) -> None:
+    def __init__(self, path: str | Path, archive: Archive | None = None) -> None:
         self.path = Path(path)
-        self.commit_s = 0.0
         self._changed = threading.Condition()
         self._pending: list[tuple[str, Any]] = []
+        self._to_archive: deque[int] = deque()
+        self._seconds = 0.0
         self._stopping = False
         self._running = False
         try:
             self._db = sqlite3.connect(self.path, check_same_thread=False, isolation_level=None, cached_statements=256)
             self._db.execute("PRAGMA journal_mode=WAL")
             self._db.execute("PRAGMA synchronous=FULL")
-            _check_schema(self._db, self.path)
-            self._db.executescript(_SCHEMA)
-            self._db.execute(f"PRAGMA user_version = {_SCHEMA_VERSION}")
+            check_schema(self._db, self.path)
+            self._db.executescript(SCHEMA)
             (self._holds_a_run,) = self._db.execute("SELECT EXISTS (SELECT 1 FROM admissions)").fetchone()
         except sqlite3.Error as error:
             raise LedgerError(f"can't open the run's record {self.path}: {error}") from error
+        self._reader = LedgerReader(self._db, self.path, archive)
+        self._archiver = LedgerArchiver(self._db, self._reader, archive)
 
     # before the run, on the caller's thread
 
@@ -94,20 +80,44 @@ class Ledger:
 
     def set_meta(self, values: Mapping[str, Any]) -> None:
         """Write facts about the run, JSON values by name; on the disk when it returns. Before :meth:`run`."""
-        self._now("INSERT OR REPLACE INTO meta VALUES (?, ?)", [(key, _to_json(v)) for key, v in values.items()])
+        with self._transaction():
+            rows = [(key, to_json(value)) for key, value in values.items()]
+            self._db.executemany("INSERT OR REPLACE INTO meta VALUES (?, ?)", rows)
+
+    def recover(self, version: int) -> Recovery:
+        """Read what the run left, as of its checkpoint at ``version``, and re-open what goes on; before :meth:`run`.
+
+        Batches recorded from ``version`` on are to be trained again; groups saved at a clean end are open again.
+
+        Raises:
+            LedgerError: A batch's group is not complete in the record, or the file can't be read.
+        """
+        with self._transaction():
+            self._reopen(version)
+            recovery = self._reader.recovery(version)
+        self._holds_a_run = False
+        return recovery
+
+    def withdraw(self, version: int) -> None:
+        """Recorded batches from ``version`` on are not trained again: their groups wait to be planned anew.
+
+        Between :meth:`recover` and :meth:`run`.
+        """
+        with self._transaction():
+            self._db.execute(
+                "UPDATE batches SET outcome = ?, reason = 'withdrawn', ended_s = ? "
+                "WHERE version >= ? AND outcome IS NULL",
+                (str(Outcome.DROPPED), time.time(), version),
+            )
 
     def forget(self, group_ids: Sequence[int]) -> None:
-        """Delete what open groups brought; they stay admitted, to be run again from scratch. Before :meth:`run`."""
-        for table in ("trajectories", "keeps"):
-            self._now(f"DELETE FROM {table} WHERE group_id = ?", [(group_id,) for group_id in group_ids])
+        """Delete what open groups brought; they stay admitted, to be run again from scratch.
 
-    def _now(self, statement: str, rows: Sequence[tuple[Any, ...]]) -> None:
-        try:
-            self._db.execute("BEGIN IMMEDIATE")
-            self._db.executemany(statement, rows)
-            self._db.execute("COMMIT")
-        except sqlite3.Error as error:
-            raise LedgerError(f"can't write the run's record {self.path}: {error}") from error
+        Between :meth:`recover` and :meth:`run`.
+        """
+        with self._transaction():
+            for table in ("trajectories", "keeps"):
+                self._db.executemany(f"DELETE FROM {table} WHERE group_id = ?", [(i,) for i in group_ids])
 
     # what happens to groups: queued, from any thread
 
@@ -130,13 +140,12 @@ class Ledger:
     def record_batch(self, batch: Batch) -> threading.Event:
         """Write a batch down; the event is set once it is on the disk."""
         written = threading.Event()
-        self._queue("batches", [batch])
-        self._queue("tickets", [written])
+        self._queue("batches", [(batch, written)])
         return written
 
-    def end_batch(self, version: int, outcome: Outcome, reason: str) -> None:
-        """The last recorded batch of ``version`` was trained or dropped."""
-        self._queue("batches", [(version, outcome, reason)])
+    def end_batch(self, batch: Batch, outcome: Outcome, reason: str) -> None:
+        """A recorded batch was trained or dropped, and its groups with it."""
+        self._queue("batch endings", [(batch, outcome, reason)])
 
     def _queue(self, kind: str, items: Sequence[Any]) -> None:
         if items:
@@ -151,77 +160,89 @@ class Ledger:
         """The writer thread's body: one transaction for whatever is waiting, until :meth:`stop` and nothing waits.
 
         Raises:
-            LedgerError: A write failed, or the file holds another run that was not recovered.
+            RunError: A write failed, or the file holds another run that was not recovered; names the file.
         """
         if self._holds_a_run:
             raise LedgerError(f"{self.path} is the record of an earlier run: resume it, or use another run_dir")
         with self._changed:
             self._running = True
         try:
-            while True:
+            self._to_archive.extend(self._archiver.unfinished())
+            while self._wait():
+                began_s = time.monotonic()
+                recorded = self._commit()
+                if recorded or self._stopping:
+                    self._move_payloads()
                 with self._changed:
-                    while not self._pending and not self._stopping:
-                        self._changed.wait()
-                    pending, self._pending = self._pending, []
-                    if not pending:
-                        return
-                self._commit(pending)
+                    self._seconds += time.monotonic() - began_s
         finally:
             with self._changed:
                 self._running = False
                 self._changed.notify_all()
 
-    def _commit(self, pending: Sequence[tuple[str, Any]]) -> None:
-        began_s = time.monotonic()
-        queued: dict[str, list[tuple[float, Any]]] = {}
+    def _wait(self) -> bool:
+        """Wait for something to do; whether there is something."""
+        with self._changed:
+            while not self._pending and not self._stopping:
+                self._changed.wait()
+            return bool(self._pending or self._to_archive)
+
+    def _commit(self) -> bool:
+        """Write what is waiting; whether a batch was recorded, which is what the training thread waits for."""
+        with self._changed:
+            pending, self._pending = self._pending, []
+        if not pending:
+            return False
+        queued: defaultdict[str, list[tuple[float, Any]]] = defaultdict(list)
         for kind, (at_s, items) in pending:
-            queued.setdefault(kind, []).extend((at_s, item) for item in items)
-        try:
-            self._db.execute("BEGIN IMMEDIATE")
+            queued[kind].extend((at_s, item) for item in items)
+        with self._transaction():
             self._write(queued)
-            self._db.execute("COMMIT")
-        except sqlite3.Error as error:
-            raise LedgerError(
-                f"can't write the run's record {self.path}: {error}; what was committed before is kept"
-            ) from error
-        self.commit_s += time.monotonic() - began_s
-        for _, written in queued.get("tickets", ()):
+        for _, (_, written) in queued["batches"]:
             written.set()
+        return bool(queued["batches"])
 
     def _write(self, queued: Mapping[str, list[tuple[float, Any]]]) -> None:
         # Within one transaction the order of kinds is the order of a group's life.
+        admitted = queued["admissions"]
         admissions = [
-            (f.group_id, f.prompt.id, f.prompt.environment, f.version, f.slot.index, at_s)
-            for at_s, f in queued.get("admissions", ())
+            (f.group_id, f.prompt.id, f.prompt.environment, f.version, f.slot.index, at_s) for at_s, f in admitted
         ]
         self._insert("admissions", admissions, "INSERT OR REPLACE")
-        self._insert("trajectories", [_trajectory_row(i, t) for _, (i, t) in queued.get("trajectories", ())])
-        self._insert(
-            "keeps",
-            [(g.id, _to_json(g.prompt.data), g.head, g.tail, at_s) for at_s, g in queued.get("keeps", ())],
-        )
-        endings = [(i, str(outcome), reason, at_s) for at_s, (i, outcome, reason) in queued.get("endings", ())]
+        prompts = [(f.group_id, to_json(f.prompt.data)) for _, f in admitted]
+        self._insert("prompts", prompts, "INSERT OR REPLACE")
+        self._insert("trajectories", [trajectory_row(i, t) for _, (i, t) in queued["trajectories"]])
+        self._insert("keeps", [(g.id, g.head, g.tail, at_s) for at_s, g in queued["keeps"]])
+        endings = [(i, str(outcome), reason, at_s) for at_s, (i, outcome, reason) in queued["endings"]]
+        for at_s, (batch, outcome, reason) in queued["batch endings"]:
+            endings.extend((group.id, str(outcome), reason, at_s) for group in batch.groups)
         self._insert("endings", endings)
-        for at_s, batch in queued.get("batches", ()):
-            if isinstance(batch, Batch):
-                self._db.execute(
-                    "INSERT INTO batches (version, group_ids, advantages, planned_s) VALUES (?, ?, ?, ?)",
-                    (batch.version, _to_json([g.id for g in batch.groups]), _to_json(batch.advantages), at_s),
-                )
-            else:
-                version, outcome, reason = batch
-                self._db.execute(
-                    "UPDATE batches SET outcome = ?, reason = ?, ended_s = ? "
-                    "WHERE batch_id = (SELECT max(batch_id) FROM batches WHERE version = ?)",
-                    (str(outcome), reason, at_s, version),
-                )
+        for at_s, (batch, _) in queued["batches"]:
+            self._db.execute(
+                "INSERT INTO batches (version, group_ids, advantages, planned_s) VALUES (?, ?, ?, ?)",
+                (batch.version, _ids(batch), to_json(batch.advantages), at_s),
+            )
+        for at_s, (batch, outcome, reason) in queued["batch endings"]:
+            self._end_batch(batch, outcome, reason, at_s)
+
+    def _end_batch(self, batch: Batch, outcome: Outcome, reason: str, at_s: float) -> None:
+        (batch_id,) = self._db.execute(
+            "SELECT batch_id FROM batches WHERE group_ids = ? ORDER BY batch_id DESC LIMIT 1", (_ids(batch),)
+        ).fetchone()
+        # Trained again after a resume it may be at another version: one before it may make no update this time.
+        self._db.execute(
+            "UPDATE batches SET version = ?, outcome = ?, reason = ?, ended_s = ? WHERE batch_id = ?",
+            (batch.version, str(outcome), reason, at_s, batch_id),
+        )
+        files = self._archiver.assign(batch_id, [group.id for group in batch.groups])
+        self._to_archive.extend(file for file in files if file not in self._to_archive)
 
     def _insert(self, table: str, rows: Sequence[tuple[Any, ...]], verb: str = "INSERT") -> None:
         """Many rows per statement: every call into SQLite gives up the interpreter lock, and a busy loop keeps it long.
 
         Row counts are powers of two, so that few statements are prepared.
         """
-        columns = _COLUMNS[table]
+        columns = COLUMNS[table]
         begin = 0
         while begin < len(rows):
             count = min(len(rows) - begin, _MOST_VALUES // len(columns))
@@ -232,6 +253,47 @@ class Ledger:
                 [value for row in rows[begin : begin + count] for value in row],
             )
             begin += count
+
+    def _move_payloads(self) -> None:
+        while self._to_archive:
+            with self._changed:
+                if any(kind == "batches" for kind, _ in self._pending):
+                    return  # the training thread waits for its batch to be recorded
+            with self._transaction():
+                self._archiver.move(self._to_archive[0])
+            self._to_archive.popleft()
+
+    @contextmanager
+    def _transaction(self) -> Iterator[None]:
+        try:
+            self._db.execute("BEGIN IMMEDIATE")
+            yield
+            self._db.execute("COMMIT")
+        except sqlite3.Error as error:
+            raise LedgerError(
+                f"can't write the run's record {self.path}: {error}; what was committed before is kept"
+            ) from error
+        finally:
+            if self._db.in_transaction:
+                self._db.rollback()
+
+    def _reopen(self, version: int) -> None:
+        db, trained, dropped, now_s = self._db, str(Outcome.TRAINED), str(Outcome.DROPPED), time.time()
+        db.execute("DELETE FROM endings WHERE outcome = ?", (str(Outcome.SAVED),))
+        again = "WHERE version >= ? AND outcome IS NOT ?"
+        db.execute(
+            f"DELETE FROM endings WHERE group_id IN (SELECT value FROM batches, json_each(batches.group_ids) {again})",
+            (version, dropped),
+        )
+        db.execute(f"UPDATE batches SET outcome = NULL, reason = NULL, ended_s = NULL {again}", (version, dropped))
+        # The checkpoint has what was trained before it, even where the process died before it wrote the ending.
+        for batch_id, text in db.execute(
+            "SELECT batch_id, group_ids FROM batches WHERE version < ? AND outcome IS NULL", (version,)
+        ).fetchall():
+            ids = json.loads(text)
+            db.executemany("INSERT OR IGNORE INTO endings VALUES (?, ?, '', ?)", [(i, trained, now_s) for i in ids])
+            db.execute("UPDATE batches SET outcome = ?, ended_s = ? WHERE batch_id = ?", (trained, now_s, batch_id))
+            self._archiver.assign(batch_id, ids)
 
     def stop(self) -> None:
         """Take nothing more in; :meth:`run` returns once everything queued is written."""
@@ -246,198 +308,22 @@ class Ledger:
             if self._changed.wait_for(lambda: not self._running, timeout_s):
                 self._db.close()
 
-    # reading
+    # reading, from any thread
 
     def balance(self) -> Balance:
         """Admitted groups and endings as committed so far, read through a connection of its own."""
-        with _reader(self.path) as db:
-            (admitted,) = db.execute("SELECT count(*) FROM admissions").fetchone()
-            return Balance(admitted, dict(db.execute("SELECT outcome, count(*) FROM endings GROUP BY outcome")))
+        with reading(self.path) as db:
+            return LedgerReader(db, self.path, None).balance()
 
-    def recover(self, version: int) -> Recovery:
-        """Read what the run left, as of its checkpoint at ``version``, and re-open what goes on; before :meth:`run`.
-
-        Batches recorded from ``version`` on are to be trained again; groups saved at a clean end are open again.
-
-        Raises:
-            LedgerError: A batch's group is not complete in the record, or the file can't be read.
-        """
-        try:
-            self._db.execute("BEGIN IMMEDIATE")
-            recovery = self._recover(version)
-            self._db.execute("COMMIT")
-            self._holds_a_run = False
-        except sqlite3.Error as error:
-            raise LedgerError(f"can't read the run's record {self.path}: {error}") from error
-        return recovery
-
-    def _recover(self, version: int) -> Recovery:
-        db, dropped = self._db, str(Outcome.DROPPED)
-        recorded = [
-            (at, json.loads(ids))
-            for at, ids in db.execute(
-                "SELECT version, group_ids FROM batches WHERE outcome IS NOT ? ORDER BY batch_id", (dropped,)
-            )
-        ]
-        # The checkpoint has what was trained before it, even where the process died before it wrote the endings.
-        trained = [i for at, ids in recorded if at < version for i in ids]
-        replayed = {i for at, ids in recorded if at >= version for i in ids}
-        db.execute("DELETE FROM endings WHERE outcome = ?", (str(Outcome.SAVED),))
-        db.executemany("DELETE FROM endings WHERE group_id = ?", [(i,) for i in replayed])
-        db.executemany(
-            "INSERT OR IGNORE INTO endings VALUES (?, ?, '', ?)",
-            [(i, str(Outcome.TRAINED), time.time()) for i in trained],
-        )
-        db.execute(
-            "UPDATE batches SET outcome = NULL, reason = NULL, ended_s = NULL WHERE version >= ? AND outcome IS NOT ?",
-            (version, dropped),
-        )
-        (next_group_id,) = db.execute("SELECT coalesce(max(group_id), -1) + 1 FROM admissions").fetchone()
-        open_groups = [
-            (group_id, kept)
-            for group_id, kept in db.execute(
-                "SELECT group_id, k.group_id IS NOT NULL FROM admissions LEFT JOIN keeps k USING (group_id) "
-                "LEFT JOIN endings e USING (group_id) WHERE e.group_id IS NULL ORDER BY group_id"
-            )
-            if group_id not in replayed
-        ]
-        return Recovery(
-            version=version,
-            next_group_id=next_group_id,
-            batches=tuple(tuple(self._group(i) for i in ids) for at, ids in recorded if at >= version),
-            kept=tuple(self._group(i) for i, kept in open_groups if kept),
-            unfinished=tuple((i, self._trajectories(i)) for i, kept in open_groups if not kept),
-            ended=dict(db.execute("SELECT outcome, count(*) FROM endings GROUP BY outcome")),
-        )
-
-    def _group(self, group_id: int) -> Group:
-        row = self._db.execute(
-            "SELECT prompt_id, environment, prompt, version, engine FROM admissions JOIN keeps USING (group_id) "
-            "WHERE group_id = ?",
-            (group_id,),
-        ).fetchone()
-        trajectories = self._trajectories(group_id)
-        if row is None or not trajectories:
-            raise LedgerError(f"{self.path}: group {group_id} of a recorded batch is not complete in the record")
-        prompt_id, environment, data, version, engine = row
-        ordered = tuple(trajectories[i] for i in sorted(trajectories))
-        return Group(group_id, Prompt(prompt_id, environment, json.loads(data)), version, ordered, engine)
-
-    def _trajectories(self, group_id: int) -> dict[int, Trajectory]:
-        columns = _COLUMNS["trajectories"][1:]
-        rows = self._db.execute(
-            f"SELECT {','.join(columns)} FROM trajectories WHERE group_id = ?",
-            (group_id,),
-        )
-        return {row[0]: _trajectory(row) for row in rows}
+    def take_seconds(self) -> float:
+        """Seconds the writer spent since the last call, transactions and archive."""
+        with self._changed:
+            seconds, self._seconds = self._seconds, 0.0
+            return seconds
 
 
-class NullLedger:
-    """A ledger that keeps nothing, for measuring what keeping costs; a run with it can't be resumed."""
-
-    commit_s = 0.0
-
-    def __init__(self) -> None:
-        self._stopped = threading.Event()
-
-    def admit(self, flights: Sequence[Flight]) -> None:
-        """Nothing to do."""
-
-    def land(self, trajectories: Sequence[tuple[int, Trajectory]]) -> None:
-        """Nothing to do."""
-
-    def keep(self, groups: Sequence[Group]) -> None:
-        """Nothing to do."""
-
-    def end(self, endings: Sequence[tuple[int, Outcome, str]]) -> None:
-        """Nothing to do."""
-
-    def record_batch(self, batch: Batch) -> threading.Event:
-        """Nothing to wait for."""
-        written = threading.Event()
-        written.set()
-        return written
-
-    def end_batch(self, version: int, outcome: Outcome, reason: str) -> None:
-        """Nothing to do."""
-
-    def run(self) -> None:
-        """Nothing to write; returns after :meth:`stop`."""
-        self._stopped.wait()
-
-    def stop(self) -> None:
-        """End :meth:`run`."""
-        self._stopped.set()
-
-    def close(self, timeout_s: float = 10.0) -> None:
-        """Nothing to close."""
+def _ids(batch: Batch) -> str:
+    return to_json([group.id for group in batch.groups])
 
 
 AnyLedger = Ledger | NullLedger
-
-
-class _reader:  # noqa: N801 - used as a function
-    """A read-only connection for the length of a ``with`` block."""
-
-    def __init__(self, path: Path) -> None:
-        self._db = sqlite3.connect(f"file:{path}?mode=ro", uri=True)
-
-    def __enter__(self) -> sqlite3.Connection:
-        return self._db
-
-    def __exit__(self, *_: object) -> None:
-        self._db.close()
-
-
-def _check_schema(db: sqlite3.Connection, path: Path) -> None:
-    """Refuse a file whose tables are not ours."""
-    (version,) = db.execute("PRAGMA user_version").fetchone()
-    (tables,) = db.execute("SELECT count(*) FROM sqlite_master").fetchone()
-    if tables and version != _SCHEMA_VERSION:
-        raise LedgerError(
-            f"{path} was written by another version of async-rl (its tables are version {version}, this one reads "
-            f"{_SCHEMA_VERSION}): go on with the version that wrote it, or use another run_dir"
-        )
-
-
-def _trajectory_row(group_id: int, t: Trajectory) -> tuple[Any, ...]:
-    return (
-        group_id, t.sample_index, t.attempt, array("i", t.token_ids).tobytes(), bytes(t.loss_mask),
-        array("f", t.logprobs).tobytes(), _to_json([(s.version, s.start, s.end) for s in t.segments]),
-        t.prompt_length, t.reward, _to_json(dict(t.reward_parts)), t.finish_reason, t.completion, t.turns,
-        t.started_s, t.ended_s,
-    )  # fmt: skip
-
-
-def _trajectory(row: Sequence[Any]) -> Trajectory:
-    (
-        sample,
-        attempt,
-        ids,
-        mask,
-        logprobs,
-        segments,
-        prompt_length,
-        reward,
-        parts,
-        finish,
-        completion,
-        turns,
-        *times,
-    ) = row
-    return Trajectory(
-        sample_index=sample,
-        attempt=attempt,
-        token_ids=list(array("i", ids)),
-        loss_mask=list(mask),
-        logprobs=list(array("f", logprobs)),
-        segments=tuple(Segment(*s) for s in json.loads(segments)),
-        prompt_length=prompt_length,
-        reward=reward,
-        reward_parts=json.loads(parts),
-        finish_reason=finish,
-        completion=completion,
-        turns=turns,
-        started_s=times[0],
-        ended_s=times[1],
-    )

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, overload
 
 from async_rl.types import Group, Prompt, RolloutTask, Trajectory
 
 if TYPE_CHECKING:
     import asyncio
+    from pathlib import Path
 
     from async_rl.orchestrator.version import PolicyVersion
 
@@ -24,6 +25,14 @@ class EngineLike(Protocol):
         """Replace the weights; returns once every token sampled from now on uses ``version``."""
         ...
 
+    async def start(self) -> None:
+        """Bring it up; again after its process died and :meth:`close`."""
+        ...
+
+    async def close(self) -> None:
+        """Free everything; works on a dead engine."""
+        ...
+
 
 RolloutFn = Callable[[RolloutTask, Any], Awaitable[Trajectory]]
 
@@ -34,6 +43,17 @@ def reason_of(error: BaseException) -> str:
     if isinstance(reason, str) and reason:
         return reason
     return "timeout" if isinstance(error, TimeoutError) else type(error).__name__
+
+
+def is_engine_death(error: BaseException | None) -> bool:
+    """Whether the engine's process died, be it that user code wrapped the error that said so."""
+    seen: set[int] = set()
+    while error is not None and id(error) not in seen:
+        if getattr(error, "engine_died", False):
+            return True
+        seen.add(id(error))
+        error = error.__cause__ or error.__context__
+    return False
 
 
 @dataclass(slots=True, eq=False)
@@ -48,6 +68,9 @@ class EngineSlot:
         loaded: Whether it serves a version at all.
         open: Whether new groups may go there.
         flights: Groups it has in flight.
+        incarnation: How often it died. What was launched on an earlier incarnation is lost.
+        lost: Whether it is dead and not started again yet.
+        died_s: When it died (monotonic seconds), until it serves again; else 0.
     """
 
     index: int
@@ -57,6 +80,9 @@ class EngineSlot:
     loaded: bool = False
     open: bool = False
     flights: int = 0
+    incarnation: int = 0
+    lost: bool = False
+    died_s: float = 0.0
 
 
 @dataclass(slots=True, eq=False)
@@ -68,9 +94,10 @@ class Flight:
         prompt: The task.
         version: Lowest served version at the admission, or oldest stamp of what an earlier process finished.
         slot: The engine that serves all its samples.
+        incarnation: That of the engine when it was launched.
         rollout: What runs one attempt.
         missing: Sample indices to run.
-        landed: Finished samples, those of an earlier process included.
+        landed: Finished samples, those of an earlier process or of a flight that was lost included.
         needed: Trajectories without which it fails: ``group_size``, the quorum, or 0 where each sample stands alone.
         running: Attempts in the air, by sample index.
         given_up: Samples that failed for good.
@@ -83,6 +110,7 @@ class Flight:
     prompt: Prompt
     version: int
     slot: EngineSlot
+    incarnation: int
     rollout: RolloutFn
     missing: tuple[int, ...]
     landed: dict[int, Trajectory]
@@ -92,6 +120,11 @@ class Flight:
     error: BaseException | None = None
     over: bool = False
     timer: asyncio.TimerHandle | None = None
+
+    @property
+    def lost_engine(self) -> bool:
+        """Whether its engine is known to have died since it was launched."""
+        return self.incarnation != self.slot.incarnation
 
     def group(self) -> Group:
         """The finished group, trajectories by sample index."""
@@ -108,6 +141,8 @@ class Landing:
         landed: Trajectories of training groups, each with its group id.
         ended: Groups still in the air, once for each of their samples that is out for good.
         finished: Flights that are over.
+        lost: Flights whose engine died, each with what told so; nothing of them is in the air any more. They are to be
+            launched again, without the samples that landed.
         outcomes: Attempts in order; runs of successes are one ``None``, every failure is its exception.
         retries: Failed attempts that were started again.
         cancelled: Stragglers cancelled because their group went on without them.
@@ -116,6 +151,7 @@ class Landing:
     landed: list[tuple[int, Trajectory]] = field(default_factory=list)
     ended: list[int] = field(default_factory=list)
     finished: list[Flight] = field(default_factory=list)
+    lost: list[tuple[Flight, BaseException]] = field(default_factory=list)
     outcomes: list[BaseException | None] = field(default_factory=list)
     retries: int = 0
     cancelled: int = 0
@@ -150,6 +186,8 @@ class EmptyBatchReport:
         failures: How often each reason made a group fail.
         first_error: The first failure, traceback included.
         untrainable: Whether it was a planned batch without a trainable token.
+        in_a_row: Which empty batch in a row it is, from 1 on; a kept group starts over, for planned batches one that
+            was trained.
     """
 
     groups: int
@@ -157,6 +195,7 @@ class EmptyBatchReport:
     failures: Mapping[str, int] = field(default_factory=dict)
     first_error: BaseException | None = None
     untrainable: bool = False
+    in_a_row: int = 1
 
     @property
     def outage(self) -> bool:
@@ -176,6 +215,73 @@ class EmptyBatchReport:
         )
 
 
+class RecordedBatch(Sequence[Group]):
+    """The groups of a batch as they were recorded; read from the disk whenever they are asked for, and not held.
+
+    Args:
+        group_ids: Their ids, in the batch's order.
+        load: Reads them.
+    """
+
+    def __init__(self, group_ids: Sequence[int], load: Callable[[], tuple[Group, ...]]) -> None:
+        self.group_ids = tuple(group_ids)
+        self._load = load
+
+    def __len__(self) -> int:
+        return len(self.group_ids)
+
+    def __iter__(self) -> Iterator[Group]:
+        return iter(self._load())
+
+    @overload
+    def __getitem__(self, index: int) -> Group: ...
+
+    @overload
+    def __getitem__(self, index: slice) -> tuple[Group, ...]: ...
+
+    def __getitem__(self, index: int | slice) -> Group | tuple[Group, ...]:
+        return self._load()[index]
+
+
+@dataclass(frozen=True, slots=True)
+class ArchivedGroup:
+    """What the archive keeps of a group that has ended.
+
+    Attributes:
+        group: The group, at least one trajectory.
+        outcome: How it ended; ``None`` where a resume opened it again.
+        reason: Why.
+        version: The version it was trained at; ``None`` where it was not.
+        advantages: One per trajectory; ``None`` where it was not trained.
+        admitted_s: When it was admitted, seconds since the epoch.
+        out_s: When it ended, seconds since the epoch; ``None`` where it is open again.
+    """
+
+    group: Group
+    outcome: str | None
+    reason: str
+    version: int | None
+    advantages: tuple[float, ...] | None
+    admitted_s: float
+    out_s: float | None
+
+
+class Archive(Protocol):
+    """Where the ledger puts the payload of groups that have ended: one file per batch."""
+
+    def path(self, batch_id: int) -> Path:
+        """The file of a batch, written or not."""
+        ...
+
+    def write(self, batch_id: int, groups: Sequence[ArchivedGroup]) -> None:
+        """Write the file of a batch anew; on the disk, whole, when it returns. Raises a RunError that names it."""
+        ...
+
+    def read(self, batch_id: int) -> dict[int, Group]:
+        """The groups in the file of a batch by id; none where there is no file. Raises a RunError that names it."""
+        ...
+
+
 @dataclass(frozen=True, slots=True)
 class Recovery:
     """What an earlier process left, as of a checkpoint.
@@ -191,7 +297,7 @@ class Recovery:
 
     version: int
     next_group_id: int
-    batches: tuple[tuple[Group, ...], ...] = ()
+    batches: tuple[RecordedBatch, ...] = ()
     kept: tuple[Group, ...] = ()
     unfinished: tuple[tuple[int, Mapping[int, Trajectory]], ...] = ()
     ended: Mapping[str, int] = field(default_factory=dict)

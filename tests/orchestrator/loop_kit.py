@@ -10,7 +10,7 @@ from concurrent.futures import Future
 from contextlib import contextmanager
 from typing import Any
 
-from async_rl.orchestrator.ledger import NullLedger
+from async_rl.orchestrator.ledger_null import NullLedger
 from async_rl.orchestrator.orchestrator import Orchestrator
 from async_rl.orchestrator.prompts import PromptStream
 from async_rl.orchestrator.settings import OrchestratorSettings

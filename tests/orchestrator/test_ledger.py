@@ -12,7 +12,9 @@ import threading
 import pytest
 from loop_kit import FakeEngine, eventually
 
-from async_rl.orchestrator.ledger import Ledger, LedgerError, NullLedger
+from async_rl.orchestrator.ledger import Ledger
+from async_rl.orchestrator.ledger_null import NullLedger
+from async_rl.orchestrator.ledger_rows import LedgerError
 from async_rl.orchestrator.records import EngineSlot, Flight
 from async_rl.orchestrator.version import PolicyVersion
 from async_rl.types import Batch, Group, Outcome, Prompt, Segment, Trajectory
@@ -30,7 +32,7 @@ def trajectory(sample=0, reward=0.5, **changes):
 
 def flight(group_id, version=3):
     slot = EngineSlot(1, FakeEngine(), PolicyVersion(version), drains=False)
-    return Flight(group_id, prompt(group_id), version, slot, None, (0, 1), {}, 2)
+    return Flight(group_id, prompt(group_id), version, slot, 0, None, (0, 1), {}, 2)
 
 
 def prompt(group_id):
@@ -103,8 +105,7 @@ def test_batches_after_the_checkpoint_are_trained_again_in_order_without_the_dro
     ):
         ledger.record_batch(batch(version, *ids))
         if outcome is not None:
-            ledger.end([(i, outcome, "") for i in ids])
-            ledger.end_batch(version, outcome, "non-finite loss" if outcome is Outcome.DROPPED else "")
+            ledger.end_batch(batch(version, *ids), outcome, "non-finite loss" if outcome is Outcome.DROPPED else "")
     reopened = write_everything(ledger)
     recovery = reopened.recover(4)
     assert [[g.id for g in groups] for groups in recovery.batches] == [[3, 2], [7, 6], [8]]
@@ -199,10 +200,10 @@ def test_it_is_readable_while_the_run_goes_on(path):
         assert ledger.record_batch(batch(3, 0, 1)).wait(10)
         rows = sqlite3.connect(path).execute("SELECT group_id, prompt_id, head, outcome FROM groups").fetchall()
         assert rows == [(0, "toy/0/0", 3, None), (1, "toy/0/1", 3, None)]
-        ledger.end([(0, Outcome.TRAINED, ""), (1, Outcome.TRAINED, "")])
-        ledger.end_batch(3, Outcome.TRAINED, "")
+        ledger.end_batch(batch(3, 0, 1), Outcome.TRAINED, "")
         eventually(lambda: ledger.balance().open == 0)
-        assert ledger.commit_s > 0
+        assert ledger.take_seconds() > 0
+        assert ledger.take_seconds() == 0
     finally:
         ledger.close()
         writer.join(5)

@@ -25,7 +25,8 @@ from loop_kit import (
     train,
 )
 
-from async_rl.orchestrator.ledger import Ledger, NullLedger
+from async_rl.orchestrator.ledger import Ledger
+from async_rl.orchestrator.ledger_null import NullLedger
 from async_rl.orchestrator.orchestrator import Orchestrator
 from async_rl.orchestrator.records import Flight, Landing, Recovery
 from async_rl.types import Group, Prompt, Segment, Trajectory
@@ -381,7 +382,7 @@ def test_what_lands_after_the_end_is_ignored():
         by_hand.wait_started(1)
         orchestrator.close(5.0)
         slot = orchestrator._slots[0]
-        flight = Flight(0, Prompt("toy/0/0", "toy", {}), 0, slot, by_hand, (), {0: kept_group(0, 0).trajectories[0]}, 1)
+        flight = Flight(0, Prompt("toy/0/0", "toy", {}), 0, slot, 0, by_hand, (), {0: kept_group(0, 0).trajectories[0]}, 1)
         orchestrator._land(Landing(finished=[flight]))
         assert orchestrator.outcomes()["saved"] == 1
         assert orchestrator.outcomes()["kept"] == 0
