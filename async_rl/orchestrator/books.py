@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter, deque
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from async_rl.orchestrator.records import Admission, EngineSlot, Flight, Recovery, RolloutFn
@@ -73,6 +74,7 @@ class Books:
             self._planner.keep(group.id, head)
             self._kept[group.id] = group, head
         self._to_relaunch = list(reissue)
+        self._lost: list[Flight] = []
         for admission in reissue:
             self._enter(admission, self._version_of(admission, self._resume_version))
             self._running[admission.group_id] = None
@@ -101,12 +103,15 @@ class Books:
         """How many groups may be launched now, and what limits it.
 
         After a resume nothing is launched before the recorded batches are trained and the engines serve that version:
-        an older one would give groups deadlines that the record knows nothing of.
+        an older one would give groups deadlines that the record knows nothing of. Groups whose engine died are in the
+        system and fly on, whether admission is open or not.
         """
         with self._room.lock:
+            served = min((slot.served.value for slot in self._slots if slot.open), default=None)
+            if self._lost and served is not None:
+                return len(self._lost), "reissue"
             if self._admission_over or not self._admission_open:
                 return 0, "stopped" if self._admission_over else "paused"
-            served = min((slot.served.value for slot in self._slots if slot.open), default=None)
             if served is None:
                 return 0, "engines"
             if served < self._resume_version:
@@ -123,6 +128,9 @@ class Books:
             count = self.capacity()[0]
             if count <= 0:
                 return []
+            if self._lost:
+                lost, self._lost = self._lost, []
+                return [self._fly_again(flight) for flight in lost]
             if self._to_relaunch:
                 again, self._to_relaunch = self._to_relaunch, []
                 return [self._fly(admission, self._version_of(admission, self._resume_version)) for admission in again]
@@ -148,20 +156,43 @@ class Books:
         self.admitted += 1
 
     def _fly(self, admission: Admission, version: int) -> Flight:
+        group_id, prompt, landed = admission.group_id, admission.prompt, dict(admission.landed)
+        slot = self._board(group_id)
+        missing = tuple(i for i in self._samples if i not in landed) if landed else self._samples
+        return Flight(group_id, prompt, version, slot, slot.incarnation, self._rollout, missing, landed, self._needed)
+
+    def _fly_again(self, lost: Flight) -> Flight:
+        """The rest of a flight whose engine died, on another one; its deadline stays."""
+        slot = self._board(lost.group_id)
+        missing = tuple(i for i in lost.missing if i not in lost.landed and i not in lost.given_up)
+        return replace(
+            lost, slot=slot, incarnation=slot.incarnation, missing=missing, running={}, over=False, timer=None
+        )
+
+    def _board(self, group_id: int) -> EngineSlot:
         slots = [slot for slot in self._slots if slot.open]
         slot = slots[0] if len(slots) == 1 else min(slots, key=lambda s: s.flights)
         slot.flights += 1
-        self._running[admission.group_id] = slot
-        landed = dict(admission.landed)
-        missing = tuple(i for i in self._samples if i not in landed) if landed else self._samples
-        return Flight(admission.group_id, admission.prompt, version, slot, self._rollout, missing, landed, self._needed)
+        self._running[group_id] = slot
+        return slot
 
     # rollouts
 
     def settle(
-        self, ended_samples: Sequence[int], kept: Sequence[tuple[Group, int | None]], out: Sequence[tuple[int, Outcome]]
+        self,
+        ended_samples: Sequence[int],
+        kept: Sequence[tuple[Group, int | None]],
+        out: Sequence[tuple[int, Outcome]],
+        lost: Sequence[Flight],
     ) -> None:
-        """Enter what landed: samples that ended, groups to keep (with their head), groups that are out."""
+        """Enter what landed.
+
+        Args:
+            ended_samples: Groups still running, once for each of their samples that ended.
+            kept: Groups to keep, with their head.
+            out: Groups that are out.
+            lost: Flights whose engine died, to be launched again.
+        """
         room, gate, planner = self._room, self._gate, self._planner
         with room.lock:
             for group_id in ended_samples:
@@ -177,6 +208,10 @@ class Books:
                 planner.end(group_id)
                 self.ended[outcome] += 1
                 self._left_engine(group_id)
+            for flight in lost:
+                self._left_engine(flight.group_id)
+                self._running[flight.group_id] = None
+            self._lost.extend(lost)
             room.capacity.notify_all()
             if kept or out:
                 room.batch.notify_all()

@@ -9,11 +9,12 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 from async_rl.orchestrator.batches import AdvantageFn, BatchSource
 from async_rl.orchestrator.books import Books
 from async_rl.orchestrator.dispatcher import Dispatcher
+from async_rl.orchestrator.evaluation import Evaluations
 from async_rl.orchestrator.gate import CapacityGate
 from async_rl.orchestrator.ledger import AnyLedger
 from async_rl.orchestrator.metrics import Meters, MetricsLoop
@@ -25,26 +26,26 @@ from async_rl.orchestrator.records import (
     EngineLike,
     EngineSlot,
     Event,
-    Flight,
     Landing,
     Recovery,
     RolloutFn,
+    is_engine_death,
 )
+from async_rl.orchestrator.restarts import EngineRestarts
 from async_rl.orchestrator.rollouts import RolloutThread, spread
 from async_rl.orchestrator.room import Room
 from async_rl.orchestrator.seeds import sampling_seed
 from async_rl.orchestrator.settings import OrchestratorSettings
-from async_rl.orchestrator.sinks import EvalSink, TrainSink
+from async_rl.orchestrator.sinks import TrainSink
 from async_rl.orchestrator.supervisor import Supervisor
 from async_rl.orchestrator.version import PolicyVersion
+from async_rl.orchestrator.waiting import MainThread, Poll
 from async_rl.orchestrator.watcher import WeightWatcher
 from async_rl.types import Batch, EvalResult, Outcome, Prompt
 
 log = logging.getLogger(__name__)
 
-Poll = Callable[[], None]
-
-_POLL_S = 0.1
+T = TypeVar("T")
 
 
 class Orchestrator:
@@ -88,14 +89,13 @@ class Orchestrator:
         self.settings = s = settings
         self._ledger = ledger
         self._events: deque[Event] = deque()
-        self._waiting_for = ""
         self._closed = False
-        self._eval_sinks: list[EvalSink] = []
-        self._next_eval_id = -1
+        self._untrainable_in_a_row = 0
         self._turn = itertools.count()
 
         self._room = room = Room()
         self._supervisor = Supervisor(room.wake_all)
+        self._main = MainThread(room, self._supervisor)
         self._trained = PolicyVersion(start_version, name="trained version")
         self._slots = [
             EngineSlot(
@@ -133,6 +133,14 @@ class Orchestrator:
             RolloutThread(settings=s, make_seed=partial(sampling_seed, s.seed), land=self._land, crashed=fail)
             for _ in range(s.rollout_threads)
         ]
+        self._evaluations = Evaluations(self._slots)
+        self._restarts = EngineRestarts(
+            room,
+            self._slots,
+            max_restarts=s.max_engine_restarts,
+            abandon=self._abandon,
+            supervisor=self._supervisor,
+        )
         self._dispatcher = Dispatcher(
             room,
             self._books,
@@ -149,6 +157,7 @@ class Orchestrator:
             load_timeout_s=s.load_timeout_s,
             emit=emit,
             observe=partial(self._meters.took, "load"),
+            died=self._restarts.died,
             supervisor=self._supervisor,
         )
 
@@ -160,6 +169,7 @@ class Orchestrator:
         for i, thread in enumerate(self._rollout_threads):
             self._supervisor.spawn(f"rollout-{i}", thread.run)
         self._supervisor.spawn("watcher", self._watcher.run)
+        self._supervisor.spawn("engines", self._restarts.run)
         self._supervisor.spawn("dispatcher", self._dispatcher.run)
         self._supervisor.spawn("metrics", self._metrics.run)
 
@@ -183,7 +193,7 @@ class Orchestrator:
             :meth:`close`, to be run again.
         """
         self.stop_admission()
-        self._wait("groups in flight", lambda: self._books.running_groups == 0, poll, timeout_s=timeout_s)
+        self._main.wait("groups in flight", lambda: self._books.running_groups == 0, poll, timeout_s=timeout_s)
         with self._room.lock:
             saved = self._books.end_kept(Outcome.SAVED)
             self._ledger.end([(group_id, Outcome.SAVED, "finished") for group_id in saved])
@@ -224,16 +234,30 @@ class Orchestrator:
     # weights
 
     def publish(self, version: int, source: Any) -> None:
-        """Offer weights to the engines; returns at once. The source is released when every engine has loaded it."""
+        """Offer weights to the engines; returns at once. The source is released when a newer one takes its place."""
         self._watcher.publish(version, source)
 
     def wait_served(self, version: int, poll: Poll) -> None:
-        """Block until every engine is confirmed to serve ``version`` or newer."""
+        """Block until every engine that is not dead is confirmed to serve ``version`` or newer, and one at least."""
 
         def served() -> bool:
-            return all(slot.loaded and slot.served.value >= version for slot in self._slots)
+            alive = [slot for slot in self._slots if not slot.lost]
+            return bool(alive) and all(slot.loaded and slot.served.value >= version for slot in alive)
 
-        self._wait(f"version {version} to be served", served, poll)
+        self._main.wait(f"version {version} to be served", served, poll)
+
+    def ask_engine(self, engine: EngineLike, work: Callable[[], T], poll: Poll) -> T:
+        """Wait until ``engine`` serves and do ``work`` with it; again, if it died over it and came back."""
+        slot = next(slot for slot in self._slots if slot.engine is engine)
+        while True:
+            self._main.wait(f"engine {engine.name} to serve", lambda: slot.loaded, poll)
+            incarnation = slot.incarnation
+            try:
+                return work()
+            except Exception as error:
+                if not is_engine_death(error):
+                    raise
+                self._restarts.died(slot, incarnation, error)
 
     def hold_loads(self) -> AbstractContextManager[None]:
         """A context in which no load is applied; entering waits for the one that is going on."""
@@ -251,7 +275,7 @@ class Orchestrator:
         if self.settings.forward_backward_batch is None:
             return None
         began_s = time.monotonic()
-        self._wait("a batch", lambda: self._batches.ready() or bool(self._batches.part()), poll)
+        self._main.wait("a batch", lambda: self._batches.ready() or bool(self._batches.part()), poll)
         self._meters.took("wait_for_batch", time.monotonic() - began_s)
         return self._batches.take_part()
 
@@ -265,19 +289,22 @@ class Orchestrator:
             RuntimeError: The batch before was neither trained nor dropped, or a group breaks the age bound.
         """
         began_s = time.monotonic()
-        self._wait("a batch", self._batches.ready, poll)
+        self._main.wait("a batch", self._batches.ready, poll)
         self._meters.took("wait_for_batch", time.monotonic() - began_s)
-        return self._batches.take(self._wait_written)
+        return self._batches.take(self._main.wait_written)
 
     def batch_trained(self, batch: Batch) -> None:
         """The batch updated the policy: the trained version moves by one, its groups end as trained."""
         self._batches.end(batch, Outcome.TRAINED, "")
+        self._untrainable_in_a_row = 0
 
     def batch_dropped(self, batch: Batch, reason: str) -> None:
         """The batch made no update: its groups end as dropped, their places come back, the version stays."""
         self._batches.end(batch, Outcome.DROPPED, reason)
         if not any(t.trainable_tokens for t in batch.trajectories):
-            self._events.append(Event("empty_batch", EmptyBatchReport(len(batch.groups), untrainable=True)))
+            self._untrainable_in_a_row += 1
+            report = EmptyBatchReport(len(batch.groups), untrainable=True, in_a_row=self._untrainable_in_a_row)
+            self._events.append(Event("empty_batch", report))
 
     # evaluation
 
@@ -287,20 +314,18 @@ class Orchestrator:
         Returns:
             One result per prompt, in order; failures are listed beside the finished samples.
         """
-        sink = EvalSink(prompts, samples, rollout, self._slots, first_id=self._next_eval_id)
-        self._next_eval_id -= sink.total
-        self._eval_sinks.append(sink)
+        evaluation = self._evaluations.begin(prompts, samples, rollout)
 
         def over() -> bool:
-            if flights := sink.launch(self.settings.max_concurrent):
+            if flights := evaluation.launch(self.settings.max_concurrent):
                 spread(flights, self._rollout_threads, self._turn)
-            return sink.over
+            return evaluation.over
 
         try:
-            self._wait("the evaluation", over, poll)
+            self._main.wait("the evaluation", over, poll)
         finally:
-            self._eval_sinks.remove(sink)
-        return sink.results()
+            self._evaluations.end(evaluation)
+        return evaluation.results()
 
     # what happened
 
@@ -317,20 +342,22 @@ class Orchestrator:
         Returns:
             ``running``, ``kept`` (groups), ``running_trajectories``, ``in_the_air`` (attempts), ``events`` (not yet
             told), ``trained_version``, ``served_version`` (lowest of the open engines, else of all), ``engines_open``,
-            ``oldest_kept_age``, ``admitted``, ``limited_by``, ``waiting_for`` (``""`` while the trainer does not wait).
+            ``engine_restarts``, ``oldest_kept_age``, ``admitted``, ``limited_by``, ``waiting_for`` (``""`` while the
+            trainer does not wait).
         """
         with self._room.lock:
             return {
                 **self._books.gauges(),
                 "in_the_air": float(sum(thread.in_the_air for thread in self._rollout_threads)),
                 "events": float(len(self._events)),
+                "engine_restarts": float(self._restarts.count),
                 "limited_by": self._books.capacity()[1],
-                "waiting_for": self._batches.waiting_for or self._waiting_for if self._waiting_for else "",
+                "waiting_for": self._main.waits_for and (self._batches.waiting_for or self._main.waits_for),
             }
 
     def drain_metrics(self) -> dict[str, float]:
         """What happened since the last call, condensed (see :meth:`MetricsLoop.drain`)."""
-        return self._metrics.drain()
+        return self._metrics.drain() | {"time/ledger_s": self._ledger.take_seconds()}
 
     def limits(self) -> str:
         """What bound admission over the whole run, most of the time first."""
@@ -350,38 +377,16 @@ class Orchestrator:
 
     # private
 
+    def _abandon(self, slot: EngineSlot) -> None:
+        for thread in self._rollout_threads:
+            thread.abandon(slot)
+
     def _land(self, landing: Landing) -> None:
-        finished: list[Flight] = []
         with self._room.lock:
             if self._closed:
                 return
-            for flight in landing.finished:
-                if flight.group_id >= 0:
-                    finished.append(flight)
-                else:
-                    for sink in self._eval_sinks:
-                        sink.land(flight)
-                    self._room.batch.notify_all()
-            landing.finished = finished
+            for flight, error in landing.lost:
+                self._restarts.died(flight.slot, flight.incarnation, error)
+            if self._evaluations.take_out(landing):
+                self._room.batch.notify_all()
             self._train_sink.land(landing)
-
-    def _wait(self, what: str, ready: Callable[[], bool], poll: Poll, timeout_s: float = float("inf")) -> None:
-        """Block the main thread until ``ready()``, polling; raises the first failure."""
-        deadline_s = time.monotonic() + timeout_s
-        self._waiting_for = what
-        try:
-            with self._supervisor.waiting(what):
-                while True:
-                    poll()
-                    self.check()
-                    with self._room.lock:
-                        if ready() or time.monotonic() >= deadline_s:
-                            return
-                        self._room.batch.wait(_POLL_S)
-        finally:
-            self._waiting_for = ""
-
-    def _wait_written(self, written: Callable[[float], bool]) -> None:
-        with self._supervisor.waiting("the batch to be on the disk"):
-            while not written(_POLL_S):
-                self.check()

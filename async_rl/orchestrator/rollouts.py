@@ -10,9 +10,10 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING
 
-from async_rl.orchestrator.records import Flight, Landing
+from async_rl.orchestrator.records import EngineSlot, Flight, Landing, is_engine_death
 from async_rl.types import RolloutTask, Trajectory
 
 if TYPE_CHECKING:
@@ -40,7 +41,8 @@ class RolloutThread:
     One asyncio task per attempt and no lock per rollout: all bookkeeping of a flight happens on this thread, and
     results leave it in one :class:`Landing` per turn of the loop. All attempts share one timeout, so the oldest is
     always the first due and one sweep from the front replaces a timer per rollout. An attempt past its
-    deadline is out at once, whether or not its code obeys the cancellation.
+    deadline is out at once, whether or not its code obeys the cancellation. An engine that dies takes all its flights
+    with it: that is no failure of theirs, and they leave with what they have landed.
 
     Args:
         settings: Deadline of an attempt, retries, and how long a complete quorum waits for the rest.
@@ -85,6 +87,10 @@ class RolloutThread:
             self._taking = True
             self._call_soon(self._take)
 
+    def abandon(self, slot: EngineSlot) -> None:
+        """The engine died: give up the flights that were launched on it before."""
+        self._call_soon(partial(self._abandon, slot))
+
     def stop(self) -> None:
         """Cancel everything and end :meth:`run`; nothing lands any more."""
         self._call_soon(self._begin_stop)
@@ -126,6 +132,8 @@ class RolloutThread:
                         self._launch(flight, sample_index, 0)
                     if not flight.missing:
                         self._finish(flight)
+                    elif flight.landed:
+                        self._time_stragglers(flight)
         except BaseException as bug:
             self._crashed(bug)
 
@@ -136,7 +144,9 @@ class RolloutThread:
         attempt = _Attempt(flight, task, time.monotonic() + self._timeout_s)
         flight.running[sample_index] = attempt
         self._in_the_air[attempt] = None
-        attempt.handle = self._loop.create_task(self._run(attempt))
+        attempt.handle = self._loop.create_task(
+            self._run(attempt), name=f"group {flight.group_id} sample {sample_index} attempt {number}"
+        )
 
     async def _run(self, attempt: _Attempt) -> None:
         flight = attempt.flight
@@ -169,6 +179,9 @@ class RolloutThread:
 
     def _failed(self, attempt: _Attempt, error: BaseException) -> None:
         flight, task = attempt.flight, attempt.task
+        if flight.lost_engine or is_engine_death(error):
+            self._lose(flight, error)
+            return
         self._close(attempt)
         if getattr(error, "fatal", False):
             self._crashed(error)
@@ -193,16 +206,36 @@ class RolloutThread:
             self._finish(flight)
             return
         self._landing.ended.append(flight.group_id)
-        if self._straggler_timeout_s is not None and 0 < flight.needed <= len(flight.landed) and flight.timer is None:
-            flight.timer = self._loop.call_later(self._straggler_timeout_s, self._leave_stragglers, flight)
+        self._time_stragglers(flight)
         self._schedule_landing()
 
+    def _time_stragglers(self, flight: Flight) -> None:
+        if self._straggler_timeout_s is not None and 0 < flight.needed <= len(flight.landed) and flight.timer is None:
+            flight.timer = self._loop.call_later(self._straggler_timeout_s, self._leave_stragglers, flight)
+
     def _finish(self, flight: Flight) -> None:
+        self._end(flight)
+        self._landing.finished.append(flight)
+
+    def _lose(self, flight: Flight, error: BaseException) -> None:
+        self._cancel_rest(flight)
+        self._end(flight)
+        self._landing.lost.append((flight, error))
+
+    def _end(self, flight: Flight) -> None:
         flight.over = True
         if flight.timer is not None:
             flight.timer.cancel()
-        self._landing.finished.append(flight)
         self._schedule_landing()
+
+    def _abandon(self, slot: EngineSlot) -> None:
+        try:
+            flights = {id(a.flight): a.flight for a in self._in_the_air if a.flight.slot is slot and not a.over}
+            for flight in flights.values():
+                if flight.lost_engine and not flight.over:
+                    self._lose(flight, RuntimeError(f"engine {slot.engine.name} died"))
+        except BaseException as bug:
+            self._crashed(bug)
 
     def _cancel_rest(self, flight: Flight) -> None:
         for attempt in list(flight.running.values()):

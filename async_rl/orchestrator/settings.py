@@ -51,6 +51,7 @@ class OrchestratorSettings:
         last_batch: What becomes of fewer than ``batch_size`` groups at the end of the data.
         filter_zero_variance: End groups whose rewards are all equal as filtered.
         load_timeout_s: Deadline of one weight load into one engine.
+        max_engine_restarts: How often a dead engine is started again, over the run and all engines, ``>= 0``.
         metrics_interval_s: How often gauges are read.
         forward_backward_batch: Hand out complete groups while others of the batch still run (needs S = 0 and ``wait``).
     """
@@ -75,6 +76,7 @@ class OrchestratorSettings:
     last_batch: Literal["drop", "train"] = "drop"
     filter_zero_variance: bool = False
     load_timeout_s: float = 120.0
+    max_engine_restarts: int = 3
     metrics_interval_s: float = 1.0
     forward_backward_batch: ForwardBackwardBatch | None = None
 
@@ -84,7 +86,7 @@ class OrchestratorSettings:
                 f"forward_backward_batch with max_staleness={self.max_staleness}, stale_policy={self.stale_policy}: "
                 "which groups make the next batch is certain only with max_staleness=0 and stale_policy=wait"
             )
-        for key, least in (("max_retries", 0), ("max_failures", 0), ("rollout_threads", 1)):
+        for key, least in (("max_retries", 0), ("max_failures", 0), ("rollout_threads", 1), ("max_engine_restarts", 0)):
             if getattr(self, key) < least:
                 raise ValueError(f"{key}={getattr(self, key)} must be >= {least}")
         for key in ("rollout_timeout_s", "load_timeout_s", "metrics_interval_s"):

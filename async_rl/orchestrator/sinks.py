@@ -54,6 +54,7 @@ class TrainSink:
         self._failures_in_a_row = 0
         self._first_failure: BaseException | None = None
         self._empty = EmptyStreak()
+        self._empty_in_a_row = 0
 
     def land(self, landing: Landing) -> None:
         """Take what ended on a rollout thread."""
@@ -73,6 +74,7 @@ class TrainSink:
             else:
                 kept.append((group, group.head))
                 self._empty = EmptyStreak() if self._empty.groups else self._empty
+                self._empty_in_a_row = 0
             self._emit(Event("rollout_end", group))
         self._ledger.land(landing.landed)
         self._ledger.keep([group for group, _ in kept])
@@ -85,7 +87,8 @@ class TrainSink:
     def _count_empty(self, flight: Flight) -> None:
         self._empty.add(flight)
         if self._empty.groups >= self._settings.batch_size:
-            self._emit(Event("empty_batch", self._empty.report()))
+            self._empty_in_a_row += 1
+            self._emit(Event("empty_batch", self._empty.report(self._empty_in_a_row)))
             self._empty = EmptyStreak()
 
     def _count_failures(self, outcomes: Sequence[BaseException | None]) -> None:
@@ -131,6 +134,8 @@ class EmptyStreak:
             if len(self._rewards) < 20 or trajectory.reward in self._rewards:
                 self._rewards[trajectory.reward] += 1
 
-    def report(self) -> EmptyBatchReport:
-        """What to tell the user."""
-        return EmptyBatchReport(self.groups, dict(self._rewards), dict(self._failures), self._first_error)
+    def report(self, in_a_row: int) -> EmptyBatchReport:
+        """What to tell the user, the ``in_a_row``-th time."""
+        return EmptyBatchReport(
+            self.groups, dict(self._rewards), dict(self._failures), self._first_error, in_a_row=in_a_row
+        )

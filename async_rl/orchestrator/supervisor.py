@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Coroutine, Iterator
 from contextlib import contextmanager
+from typing import Any
 
 log = logging.getLogger(__name__)
 
@@ -28,8 +30,11 @@ class Supervisor:
         self._threads: list[threading.Thread] = []
         self._waits: dict[str, tuple[str, float]] = {}
 
-    def spawn(self, name: str, body: Callable[[], None]) -> None:
-        """Run ``body`` in a daemon thread; an exception that leaves it is a failure of the run."""
+    def spawn(self, name: str, body: Callable[[], None], *, may_end: bool = False) -> None:
+        """Run ``body`` in a daemon thread; an exception that leaves it is a failure of the run.
+
+        So is its end while the run goes on, unless it ``may_end``.
+        """
 
         def run() -> None:
             try:
@@ -38,12 +43,37 @@ class Supervisor:
                 error.add_note(f"in thread {name!r} of the control plane")
                 self.fail(error)
             else:
-                if not self.stopping.is_set():
+                if not may_end and not self.stopping.is_set():
                     self.fail(RuntimeError(f"thread {name!r} of the control plane ended while the run goes on"))
 
         thread = threading.Thread(target=run, name=name, daemon=True)
         self._threads.append(thread)
         thread.start()
+
+    def complete(
+        self, loop: asyncio.AbstractEventLoop, coroutine: Coroutine[Any, Any, None], timeout_s: float = float("inf")
+    ) -> bool:
+        """Run a coroutine on the calling thread's ``loop``; it is cancelled when the run stops or the time is up.
+
+        Returns:
+            Whether it came to its end.
+
+        Raises:
+            Exception: What the coroutine raised.
+        """
+        deadline_s = time.monotonic() + timeout_s
+        task = loop.create_task(coroutine)
+        try:
+            loop.run_until_complete(asyncio.wait({task}, timeout=0.0))
+            while not (task.done() or self.stopping.is_set() or time.monotonic() > deadline_s):
+                loop.run_until_complete(asyncio.wait({task}, timeout=0.1))
+        finally:
+            if came_to_its_end := task.done():
+                task.result()
+            else:
+                task.cancel()
+                loop.run_until_complete(asyncio.wait({task}, timeout=0.5))
+        return came_to_its_end
 
     def fail(self, error: BaseException) -> None:
         """Record a failure (only the first counts) and wake every waiter."""

@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from async_rl.orchestrator.records import EngineSlot, Event
+from async_rl.orchestrator.records import EngineSlot, Event, is_engine_death
 from async_rl.types import RunError
 
 if TYPE_CHECKING:
     from async_rl.orchestrator.room import Room
     from async_rl.orchestrator.supervisor import Supervisor
+
+
+log = logging.getLogger(__name__)
 
 
 class LoadError(RunError):
@@ -28,8 +32,9 @@ class _Published(NamedTuple):
 class WeightWatcher:
     """Owns every weight load. What is loaded is what is served: the version moves after ``load_weights`` returned.
 
-    Engines load one after the other, always the newest published version; what was published in between and read by
-    nobody is released unread. An engine that drains is closed to new groups until its groups in flight are finished
+    Engines load one after the other, those that serve nothing first, always the newest published version; what was
+    published in between and read by nobody is released unread. The newest version is kept until there is a newer one,
+    for an engine that comes back. An engine that drains is closed to new groups until its groups in flight are finished
     and it has loaded. A failed or timed-out load ends the run and bumps nothing.
 
     Args:
@@ -38,6 +43,7 @@ class WeightWatcher:
         load_timeout_s: Deadline of one load into one engine.
         emit: Takes events for the main thread.
         observe: Takes the seconds of each load.
+        died: Takes an engine that died while it loaded: slot, incarnation, what told so.
         supervisor: Says when to stop, and keeps the names of waits.
     """
 
@@ -49,6 +55,7 @@ class WeightWatcher:
         load_timeout_s: float,
         emit: Callable[[Event], None],
         observe: Callable[[float], None],
+        died: Callable[[EngineSlot, int, BaseException], None],
         supervisor: Supervisor,
     ) -> None:
         self._room = room
@@ -56,8 +63,11 @@ class WeightWatcher:
         self._load_timeout_s = load_timeout_s
         self._emit = emit
         self._observe = observe
+        self._died = died
         self._supervisor = supervisor
         self._published: _Published | None = None
+        self._newest: _Published | None = None
+        self._announced = -1
         self._holds = 0
         self._loading = False
         self._stopped = False
@@ -77,7 +87,10 @@ class WeightWatcher:
 
     @contextmanager
     def hold(self) -> Iterator[None]:
-        """No load is applied inside; waits for the one that is going on."""
+        """No load changes what is served inside; waits for the one that is going on.
+
+        An engine that comes back, and serves nothing, may load the version that the others serve.
+        """
         with self._room.lock:
             self._holds += 1
         try:
@@ -97,95 +110,98 @@ class WeightWatcher:
         """The thread's body; returns when the supervisor says stop."""
         loop = asyncio.new_event_loop()
         asyncio.set_event_loop(loop)
-        newest: _Published | None = None
         try:
-            while (newest := self._next(newest)) is not None:
-                for slot in self._slots:
-                    if slot.loaded and slot.served.value >= newest.version:
-                        continue
-                    if not self._empty(slot):
-                        return
-                    newest = self._newer(newest)
-                    self._load(loop, slot, newest)
-                    if self._supervisor.stopping.is_set():
-                        return
+            while (job := self._next()) is not None:
+                self._load(loop, *job)
         finally:
             with self._room.lock:
                 self._stopped = True
                 self._loading = False
-                unread, self._published = self._published, None
-            for published in (newest, unread):
+                left = self._newest, self._published
+                self._newest = self._published = None
+            for published in left:
                 if published is not None:
                     published.source.release()
             loop.close()
 
-    def _behind(self, published: _Published) -> bool:
-        return any(not slot.loaded or slot.served.value < published.version for slot in self._slots)
-
-    def _next(self, newest: _Published | None) -> _Published | None:
-        """The same version while an engine is behind it, else the next published one; ``None`` at the end."""
-        if newest is not None:
-            if self._behind(newest):
-                return newest
-            newest.source.release()
-            self._emit(Event("policy_loaded", newest.version))
-            with self._room.lock:
-                self._room.batch.notify_all()
-        with self._room.lock, self._supervisor.waiting("a published version"):
+    def _next(self) -> tuple[EngineSlot, int, _Published] | None:
+        """Wait for an engine that is behind and may load; with its incarnation and what to load. ``None``: the end."""
+        with self._room.lock:
             while not self._supervisor.stopping.is_set():
-                if self._published is not None:
-                    published, self._published = self._published, None
-                    return published
-                self._room.engines.wait(5.0)
+                self._take_published()
+                newest = self._newest
+                behind = [slot for slot in self._slots if newest is not None and _is_behind(slot, newest.version)]
+                if newest is not None and (slot := self._free(behind, newest.version)) is not None:
+                    self._loading = True
+                    return slot, slot.incarnation, newest
+                if newest is not None and not behind:
+                    self._announce(newest.version)
+                what = f"engine {behind[0].engine.name} to be free for a load" if behind else "a published version"
+                with self._supervisor.waiting(what):
+                    self._room.engines.wait(5.0)
         return None
 
-    def _newer(self, newest: _Published) -> _Published:
-        with self._room.lock:
-            published, self._published = self._published, None
-        if published is None:
-            return newest
-        newest.source.release()
-        return published
+    def _take_published(self) -> None:
+        if self._published is not None:
+            replaced, self._newest, self._published = self._newest, self._published, None
+            if replaced is not None:
+                replaced.source.release()
 
-    def _empty(self, slot: EngineSlot) -> bool:
-        """Wait until the engine may load (it drained, nobody holds loads); ``False`` at the end of the run."""
-        with self._room.lock, self._supervisor.waiting(f"engine {slot.engine.name} to be free for a load"):
-            if slot.drains:
-                slot.open = False
-            while self._holds or (slot.drains and slot.flights):
-                if self._supervisor.stopping.is_set():
-                    return False
-                self._room.engines.wait(5.0)
-            self._loading = True
-            return True
+    def _free(self, behind: Sequence[EngineSlot], version: int) -> EngineSlot | None:
+        """One that serves nothing, unless it would differ from those that are held; else the others in turn."""
+        empty = next((slot for slot in behind if not slot.loaded), None)
+        held = {slot.served.value for slot in self._slots if slot.loaded} if self._holds else set()
+        if empty is not None and held <= {version}:
+            return empty
+        slot = next((slot for slot in behind if slot.loaded), None)
+        if slot is None:
+            return None
+        if slot.drains:
+            slot.open = False
+        return slot if not self._holds and not (slot.drains and slot.flights) else None
 
-    def _load(self, loop: asyncio.AbstractEventLoop, slot: EngineSlot, published: _Published) -> None:
+    def _announce(self, version: int) -> None:
+        if version > self._announced and any(slot.loaded for slot in self._slots):
+            self._announced = version
+            self._emit(Event("policy_loaded", version))
+            self._room.batch.notify_all()
+
+    def _load(self, loop: asyncio.AbstractEventLoop, slot: EngineSlot, incarnation: int, published: _Published) -> None:
         began_s = time.monotonic()
         what = f"engine {slot.engine.name}: loading version {published.version}"
-        load = loop.create_task(slot.engine.load_weights(published.version, published.source))
+        loading = slot.engine.load_weights(published.version, published.source)
         try:
             with self._supervisor.waiting(what):
-                while not load.done():
-                    loop.run_until_complete(asyncio.wait({load}, timeout=0.1))
-                    if self._supervisor.stopping.is_set():
-                        break
-                    if time.monotonic() - began_s > self._load_timeout_s and not load.done():
-                        raise LoadError(f"{what} did not finish within load_timeout_s={self._load_timeout_s:g}")
-            if not load.done():
-                return
-            if load.exception() is not None:
-                raise LoadError(f"{what} failed: {load.exception()}") from load.exception()
+                loaded = self._supervisor.complete(loop, loading, self._load_timeout_s)
+        except Exception as error:
+            if not is_engine_death(error) and slot.incarnation == incarnation:
+                raise LoadError(f"{what} failed: {error}") from error
+            self._died(slot, incarnation, error)
+            return
         finally:
-            if not load.done():
-                load.cancel()
-                loop.run_until_complete(asyncio.wait({load}, timeout=0.5))
             with self._room.lock:
                 self._loading = False
                 self._room.batch.notify_all()
+        if self._supervisor.stopping.is_set() or slot.incarnation != incarnation:
+            return
+        if not loaded:
+            raise LoadError(f"{what} did not finish within load_timeout_s={self._load_timeout_s:g}")
         self._observe(time.monotonic() - began_s)
         with self._room.lock:
+            if slot.incarnation != incarnation:
+                return
             slot.served.advance_to(published.version)
             slot.loaded = True
             slot.open = True
+            died_s, slot.died_s = slot.died_s, 0.0
             self._room.capacity.notify_all()
             self._room.batch.notify_all()
+        if died_s:
+            down_s = time.monotonic() - died_s
+            log.warning(
+                "engine %s is back after %.1f s and serves version %d", slot.engine.name, down_s, published.version
+            )
+
+
+def _is_behind(slot: EngineSlot, version: int) -> bool:
+    return not slot.lost and (not slot.loaded or slot.served.value < version)

@@ -280,7 +280,7 @@ def test_a_thread_that_ends_early_is_a_failure():
     with running(at_once) as orchestrator:
         orchestrator._rollout_threads[0].stop()
         with pytest.raises(RuntimeError, match="thread 'rollout-0' of the control plane ended while the run goes on"):
-            orchestrator._wait("nothing", lambda: False, patient())
+            orchestrator._main.wait("nothing", lambda: False, patient())
 
 
 def test_the_first_failure_wins():
