@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import os
 import zipfile
 from pathlib import Path
 from typing import Any
@@ -12,10 +10,8 @@ import torch
 from lightning.fabric.plugins.io.torch_io import TorchCheckpointIO
 from typing_extensions import override
 
+from async_rl.durable import durable_file
 from async_rl.types import RunError
-
-PARTIAL = ".partial"
-"""What the name of a checkpoint that is being written ends with."""
 
 
 class CheckpointError(RunError):
@@ -40,33 +36,11 @@ class DurableCheckpointIO(TorchCheckpointIO):
         if "://" in str(path):  # an object store: whole or absent by itself
             super().save_checkpoint(checkpoint, path, storage_options)
             return
-        place = Path(path)
-        aside = place.with_name(place.name + PARTIAL)
         try:
-            place.parent.mkdir(parents=True, exist_ok=True)
-            with aside.open("wb") as file:
+            with durable_file(Path(path)) as file:
                 torch.save(checkpoint, file)
-                file.flush()
-                os.fsync(file.fileno())
-            os.replace(aside, place)
-            sync_directory(place.parent)
-        except BaseException as error:
-            with contextlib.suppress(OSError):
-                aside.unlink(missing_ok=True)
-            if isinstance(
-                error, OSError | RuntimeError
-            ):  # torch's writer turns some errors of the disk into the latter
-                raise CheckpointError(f"can't save checkpoint {place}: {error}") from error
-            raise
-
-
-def sync_directory(directory: Path) -> None:
-    """Make the names in a directory durable: a rename is on the disk only once its directory is."""
-    descriptor = os.open(directory, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+        except (OSError, RuntimeError) as error:  # torch's writer turns some errors of the disk into the latter
+            raise CheckpointError(f"can't save checkpoint {path}: {error}") from error
 
 
 def flaw(path: Path) -> str:

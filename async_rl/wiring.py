@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
+from async_rl.archive import BatchArchive
 from async_rl.engines.base import Engine, SamplingParams
 from async_rl.environments.budget import BudgetLimits
 from async_rl.environments.rollout import RolloutFunction, make_rollout
@@ -210,7 +211,7 @@ def open_session(trainer: AsyncRLTrainer, policy: PolicyModule, data: RolloutDat
             template_rewrite=data.template_rewrite,
         )
 
-    ledger = Ledger(trainer.run_dir / "run.db")
+    ledger = Ledger(trainer.run_dir / "run.db", BatchArchive(trainer.run_dir / "batches"))
     orchestrator = Orchestrator(
         orchestrator_settings(trainer, policy, data),
         engines=data.engines,

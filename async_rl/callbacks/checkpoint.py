@@ -12,7 +12,8 @@ from lightning.pytorch import LightningModule
 from lightning.pytorch.callbacks import Checkpoint
 from typing_extensions import override
 
-from async_rl.checkpoint_io import PARTIAL, CheckpointError, flaw
+from async_rl.checkpoint_io import CheckpointError, flaw
+from async_rl.durable import PARTIAL
 from async_rl.types import Batch
 
 if TYPE_CHECKING:
