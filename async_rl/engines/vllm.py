@@ -188,8 +188,9 @@ async def _start_client(settings: VLLMSettings, scratch: str, kv_max_age: int | 
     llm = launch(settings, scratch)
     try:
         from async_rl.engines.vllm_client import VLLMClient
+        from async_rl.engines.vllm_core import LocalCore
 
-        client = VLLMClient(settings.name, llm, kv_max_age)
+        client = VLLMClient(settings.name, LocalCore(llm), kv_max_age)
         await client.prepare()
     except BaseException:
         llm.shutdown(timeout=0.0)

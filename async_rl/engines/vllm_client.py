@@ -1,32 +1,22 @@
-"""VLLMClient: one running AsyncLLM, driven on its own event loop: requests, stamps, weight loads, failures."""
+"""VLLMClient: one vLLM engine, wherever it runs, driven on one event loop: requests, stamps, weight loads, failures."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import math
+import secrets
 import time
 from collections.abc import Coroutine
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
-from vllm import SamplingParams as VLLMSamplingParams
-from vllm.distributed.weight_transfer.base import WeightTransferInitRequest, WeightTransferUpdateRequest
-from vllm.exceptions import VLLMClientError
-from vllm.inputs.engine import tokens_input
-from vllm.sampling_params import RequestOutputKind
-from vllm.v1.engine.exceptions import EngineDeadError
-
-from async_rl.engines.base import BusyClock, EngineError, EngineStats, Generation, GenerationRequest, SamplingParams
+from async_rl.engines.base import BusyClock, EngineDiedError, EngineError, EngineStats, Generation, GenerationRequest
+from async_rl.engines.vllm_port import CoreDiedError, Piece, Span, VLLMCore
 from async_rl.types import Segment
 from async_rl.weights.base import WeightSource
 
-if TYPE_CHECKING:
-    from vllm.v1.engine.async_llm import AsyncLLM
-
 T = TypeVar("T")
 
-KILL_TIMEOUT_S = 2.0
 STAGING_POLL_S = 0.01
 
 
@@ -65,26 +55,28 @@ class LoadTimings:
 
 
 class VLLMClient:
-    """Requests and weight loads on one engine core. Every method runs on the loop that started ``llm``.
+    """Requests and weight loads on one engine. Every method runs on the loop that made ``core``.
 
     The served version moves only in :meth:`load_weights`, after the engine confirmed the load. Any failure of the
-    engine core or of a load fails all requests, the running ones at once, and every later call, with the same error.
+    engine or of a load fails all requests, the running ones at once, and every later call, with the same error.
+
+    A load's label says which client loaded it. So a stamp proves that the token was sampled by weights of this client:
+    an engine that has taken the place of the one that was loaded, or a second run that loads into it, is noticed.
 
     Args:
         name: Engine name for errors.
-        llm: A started engine.
+        core: A started engine.
         kv_max_age: See :class:`async_rl.engines.vllm.VLLMEngine`.
     """
 
-    def __init__(self, name: str, llm: AsyncLLM, kv_max_age: int | None) -> None:
+    def __init__(self, name: str, core: VLLMCore, kv_max_age: int | None) -> None:
         self.name = name
         self.stats = EngineStats()
         self.last_load = LoadTimings()
         self.busy = BusyClock()
-        self._llm = llm
-        self.weight_backend = str(llm.vllm_config.weight_transfer_config.backend)
-        extension = llm.vllm_config.parallel_config.worker_extension_cls
-        self._stages = extension.endswith("StagingExtension")
+        self.core = core
+        self.weight_backend = core.weight_backend
+        self._tag = secrets.token_hex(4)
         self._kv_max_age = kv_max_age
         self._version = -1
         self._requests: dict[str, _Running] = {}
@@ -93,18 +85,21 @@ class VLLMClient:
         self._open = asyncio.Event()  # set while requests may be sent: after the first load, except during one
         self._loop = asyncio.get_running_loop()
         self._failed: asyncio.Future[EngineError] = self._loop.create_future()
-        self._sentinels = list(llm.engine_core.resources.engine_manager.sentinels())
-        for sentinel in self._sentinels:
-            self._loop.add_reader(sentinel, self._on_death)
+        core.watch(self._on_death)
+
+    @property
+    def died(self) -> EngineDiedError | None:
+        """The engine's death, once it is known; from any thread."""
+        failure = self._failed.result() if self._failed.done() else None
+        return failure if isinstance(failure, EngineDiedError) else None
 
     async def prepare(self) -> None:
         """Finish the handshake, so that the first request and load are ordinary ones."""
-        await self._guard(self._llm.init_weight_transfer_engine(WeightTransferInitRequest(init_info={})))
-        await self._guard(self._llm.get_supported_tasks())
+        await self._guard(self.core.prepare())
 
     async def generate(self, request: GenerationRequest) -> Generation:
         """See :meth:`async_rl.engines.base.Engine.generate`."""
-        parameters = sampling_parameters(request.sampling, request.seed)
+        parameters = self.core.sampling(request.sampling, request.seed)
         self.busy.enter(time.monotonic())
         try:
             result = await self._guard(self._run(request.prompt_token_ids, parameters, request.request_id))
@@ -120,9 +115,7 @@ class VLLMClient:
 
     async def score(self, token_ids: tuple[int, ...]) -> list[float]:
         """See :meth:`async_rl.engines.base.Engine.score`."""
-        parameters = VLLMSamplingParams(max_tokens=1, prompt_logprobs=0, detokenize=False, ignore_eos=True)
-        parameters.output_kind = RequestOutputKind.DELTA
-        result = await self._guard(self._run(token_ids, parameters, "score"))
+        result = await self._guard(self._run(token_ids, self.core.scoring(), "score"))
         return result.prompt_logprobs
 
     async def load_weights(self, version: int, source: WeightSource) -> None:
@@ -136,6 +129,8 @@ class VLLMClient:
                 )
             try:
                 timings = await self._guard(self._load(version, source))
+            except EngineDiedError:
+                raise
             except BaseException as error:
                 reason = "was cancelled (its deadline passed?)" if isinstance(error, asyncio.CancelledError) else error
                 failure = EngineError(
@@ -157,14 +152,9 @@ class VLLMClient:
         return replace(self.stats, busy_s=self.busy.read(time.monotonic()))
 
     def close(self) -> None:
-        """End the engine core and fail what still runs. Idempotent."""
-        for sentinel in self._sentinels:
-            self._loop.remove_reader(sentinel)
+        """Free the engine and fail what still runs. Idempotent."""
         self._fail(EngineError(f"engine {self.name} was closed"))
-        processes = self._llm.engine_core.resources.engine_manager.processes
-        self._llm.shutdown(timeout=0.0)  # SIGKILL: nothing in it has to be saved, and its own way out takes seconds
-        for process in processes:
-            process.join(KILL_TIMEOUT_S)
+        self.core.close()
 
     def _check_alive(self) -> None:
         if self._failed.done():
@@ -174,10 +164,8 @@ class VLLMClient:
         if not self._failed.done():
             self._failed.set_result(error)
 
-    def _on_death(self) -> None:
-        for sentinel in self._sentinels:
-            self._loop.remove_reader(sentinel)
-        self._fail(EngineError(f"engine {self.name}: the engine process died while it served version {self._version}"))
+    def _on_death(self, reason: str) -> None:
+        self._fail(EngineDiedError(f"engine {self.name}: {reason}; it served version {self._version}"))
 
     async def _guard(self, coroutine: Coroutine[Any, Any, T]) -> T:
         """Await ``coroutine``, or the engine's failure if that comes first (a call to a dead process never returns)."""
@@ -196,13 +184,13 @@ class VLLMClient:
             raise self._failed.result()
         try:
             return task.result()
-        except EngineDeadError as error:
-            self._on_death()
+        except CoreDiedError as error:
+            self._on_death(str(error))
             raise self._failed.result() from error
-        except VLLMClientError as error:
+        except ValueError as error:
             raise ValueError(f"engine {self.name} refused a request: {error}") from error
 
-    async def _run(self, prompt: tuple[int, ...], parameters: VLLMSamplingParams, label: str) -> _Result:
+    async def _run(self, prompt: tuple[int, ...], parameters: Any, label: str) -> _Result:
         """One request to its end, sent again where a weight load caught it before its first token."""
         while True:
             if self._version < 0 and not self._loading.locked():
@@ -216,10 +204,10 @@ class VLLMClient:
                 # The salt keeps the versions apart in the prefix cache: keys of one load never answer a request of
                 # another. vLLM can't empty that cache while requests run, and the salt is fixed when a request is sent,
                 # so a load sends those again that still wait for their first token (they could find old keys).
-                prompt_input = tokens_input(list(prompt), cache_salt=f"load-{self.stats.loads}")
-                async with contextlib.aclosing(self._llm.generate(prompt_input, parameters, request_id)) as outputs:
-                    async for output in outputs:
-                        result.add(output)
+                salt = f"{self._tag}-{self.stats.loads}"
+                async with contextlib.aclosing(self.core.run(request_id, prompt, parameters, salt)) as pieces:
+                    async for piece in pieces:
+                        result.add(piece)
                         running.started = True
             finally:
                 del self._requests[request_id]
@@ -230,31 +218,27 @@ class VLLMClient:
 
     async def _load(self, version: int, source: WeightSource) -> LoadTimings:
         """Prepare the weights while the engine generates, if it can, and swap them between two of its steps."""
-        core = self._llm.engine_core
         info = dict(source.update_info())
         begun_s = time.monotonic()
-        staged = self._stages and await self._call("stage_weights", info)
-        while staged and not await self._call("staged_weights"):
+        staged = self.core.stages and await self.core.stage(info)
+        while staged and not await self.core.staged():
             await asyncio.sleep(STAGING_POLL_S)
         self._open.clear()
         pausing_s = time.monotonic()
-        # AsyncLLM.pause_generation is this call and a sleep of 20 ms, which generation would stand still for.
-        await core.pause_scheduler_async(mode="keep", clear_cache=False)
+        await self.core.pause()
         paused_s = time.monotonic()
         for request_id, running in list(self._requests.items()):
             if not running.started:
                 running.resubmit = True
-                await self._llm.abort(request_id)
-        await self._llm.start_weight_update()
-        await self._llm.update_weights(WeightTransferUpdateRequest(update_info=info))
-        await self._llm.finish_weight_update(weight_version=str(version))
+                await self.core.abort(request_id)
+        await self.core.load(info, f"{self._tag}-{version}")
         oldest = min((r.kv_version for r in self._requests.values() if r.started), default=version)
         if self._kv_max_age is not None and version - oldest > self._kv_max_age:
-            await self._llm.reset_prefix_cache(reset_running_requests=True)
+            await self.core.recompute()
             for running in self._requests.values():
                 running.kv_version = version
         loaded_s = time.monotonic()
-        await core.resume_scheduler_async()
+        await self.core.resume()
         return LoadTimings(
             stage_s=pausing_s - begun_s,
             pause_s=paused_s - pausing_s,
@@ -262,12 +246,8 @@ class VLLMClient:
             resume_s=time.monotonic() - loaded_s,
         )
 
-    async def _call(self, method: str, *arguments: Any) -> bool:
-        """A method of :class:`async_rl.weights.vllm_extension.StagingExtension` on every worker."""
-        return all(await self._llm.collective_rpc(method, args=arguments))
-
     def _segments(self, result: _Result, label: str) -> tuple[Segment, ...]:
-        segments = tuple(Segment(int(v.version), v.start, v.end) for v in result.weight_versions if v.end > v.start)
+        segments = tuple(Segment(self._version_of(s.label), s.start, s.end) for s in result.spans if s.end > s.start)
         covered = 0
         for segment in segments:
             if segment.start != covered:
@@ -280,51 +260,27 @@ class VLLMClient:
             )
         return segments
 
+    def _version_of(self, label: str) -> int:
+        tag, _, version = label.partition("-")
+        if tag != self._tag:
+            self._on_death(f"a token was sampled by weights that this run did not load (label {label!r})")
+            raise self._failed.result()
+        return int(version)
+
 
 class _Result:
-    """What vLLM returned for one request, put together from its partial outputs."""
+    """What came back for one request, put together from its pieces."""
 
     def __init__(self) -> None:
         self.token_ids: list[int] = []
         self.logprobs: list[float] = []
         self.prompt_logprobs: list[float] = []
-        self.weight_versions: list[Any] = []
+        self.spans: list[Span] = []
         self.finish_reason = ""
 
-    def add(self, output: Any) -> None:
-        completion = output.outputs[0]
-        tokens = list(completion.token_ids)
-        self.token_ids += tokens
-        if completion.logprobs is not None:
-            self.logprobs += [finite(entry, token) for entry, token in zip(completion.logprobs, tokens, strict=False)]
-        if output.prompt_logprobs:
-            rest = zip(output.prompt_logprobs[1:], output.prompt_token_ids[1:], strict=True)
-            self.prompt_logprobs = [finite(entry, token) for entry, token in rest]
-        if output.finished:
-            self.weight_versions = completion.weight_versions or []
-            self.finish_reason = completion.finish_reason or ""
-
-
-def finite(entry: Any, token: int) -> float:
-    """The log-probability of ``token`` at one position of vLLM's output; NaN where absent, None or not finite."""
-    logprob = entry.get(token) if entry is not None else None
-    value = math.nan if logprob is None or logprob.logprob is None else float(logprob.logprob)
-    return value if math.isfinite(value) else math.nan
-
-
-def sampling_parameters(sampling: SamplingParams, seed: int) -> VLLMSamplingParams:
-    """Our parameters as vLLM's: the sampled token's log-probability only, text only where a stop string needs it."""
-    return VLLMSamplingParams(
-        max_tokens=sampling.max_tokens,
-        temperature=sampling.temperature,
-        top_p=sampling.top_p,
-        top_k=sampling.top_k,
-        min_p=sampling.min_p,
-        stop=list(sampling.stop) or None,
-        seed=seed,
-        logprobs=0,
-        detokenize=bool(sampling.stop),
-        # The first output tells that the request has started, the last one brings the rest: no wake-up per token.
-        output_kind=RequestOutputKind.DELTA,
-        stream_interval=1 << 30,
-    )
+    def add(self, piece: Piece) -> None:
+        self.token_ids += piece.token_ids
+        self.logprobs += piece.logprobs
+        self.prompt_logprobs = piece.prompt_logprobs or self.prompt_logprobs
+        self.spans = piece.spans
+        self.finish_reason = piece.finish_reason

@@ -162,7 +162,7 @@ class BufferedPublisher(ABC):
         named = [(name, tensor.detach()) for name, tensor in parameters]
         if not self.manifest:
             self.manifest, self._size = layout(named, self.dtype)
-        _check_same(self.manifest, named)
+        check_same(self.manifest, named)
         buffer = self._spare_buffer()
         buffer.begin()
         written: set[int] = set()
@@ -220,7 +220,8 @@ def layout(named: Sequence[tuple[str, torch.Tensor]], dtype: torch.dtype) -> tup
     return tuple(entries), end
 
 
-def _check_same(manifest: Sequence[ManifestEntry], named: Sequence[tuple[str, torch.Tensor]]) -> None:
+def check_same(manifest: Sequence[ManifestEntry], named: Sequence[tuple[str, torch.Tensor]]) -> None:
+    """Raise ``ValueError`` unless names, shapes and order are those of the first publish."""
     before = [(e.name, e.shape) for e in manifest]
     now = [(name, tuple(tensor.shape)) for name, tensor in named]
     if before != now:

@@ -1,4 +1,4 @@
-"""The vLLM plug-in, run in every vLLM process: registers our weight back end, ties an engine's life to its trainer."""
+"""The vLLM plug-in, run in every vLLM process: registers our weight back ends, ties an engine's life to its trainer."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import sys
 import threading
 
 CHILD_VARIABLE = "ASYNC_RL_ENGINE_CHILD"
-"""Set to "1" in the processes that a VLLMEngine starts."""
+"""Set to "1" in the processes that a VLLMEngine or a server starts."""
 LOG_VARIABLE = "ASYNC_RL_ENGINE_LOG"
 """File that takes the output of those processes; empty: they keep the trainer's."""
 CORES_VARIABLE = "ASYNC_RL_ENGINE_CORES"
@@ -23,12 +23,14 @@ def register() -> None:
     """Entry point of the group ``vllm.general_plugins``. Called once or more in every process of a vLLM engine."""
     from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 
-    from async_rl.weights.shared_memory import BACKEND
+    from async_rl.weights import file, shared_memory
 
-    if BACKEND not in WeightTransferEngineFactory._registry:
-        WeightTransferEngineFactory.register_engine(
-            BACKEND, "async_rl.weights.vllm_backend", "SharedMemoryWeightTransferEngine"
-        )
+    for backend, module, name in (
+        (shared_memory.BACKEND, "async_rl.weights.vllm_backend", "SharedMemoryWeightTransferEngine"),
+        (file.BACKEND, "async_rl.weights.file_backend", "FileWeightTransferEngine"),
+    ):
+        if backend not in WeightTransferEngineFactory._registry:
+            WeightTransferEngineFactory.register_engine(backend, module, name)
     parent = multiprocessing.parent_process()
     if os.environ.get(CHILD_VARIABLE) == "1" and parent is not None:
         _redirect_output(os.environ.get(LOG_VARIABLE, ""))

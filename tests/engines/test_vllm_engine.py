@@ -60,7 +60,7 @@ class Served:
 
     async def freeze(self) -> None:
         """Hold the scheduler, so that what is sent now stays queued until the next load."""
-        core = self.engine._session.client._llm.engine_core
+        core = self.engine._session.client.core.llm.engine_core
         await self.engine._session.thread.run(core.pause_scheduler_async(mode="keep", clear_cache=False))
 
     def distribution(self, token_ids: list[int]) -> torch.Tensor:
@@ -261,7 +261,7 @@ def test_a_request_queued_during_a_load_does_not_get_old_keys(served: Served):
         await served.engine.generate(request(prompt, seed=0, max_tokens=1))  # its keys are in the cache now
         await served.freeze()
         queued = [asyncio.ensure_future(served.engine.generate(request(prompt, seed=s))) for s in range(SLOTS)]
-        llm = served.engine._session.client._llm
+        llm = served.engine._session.client.core.llm
         await until(lambda: llm.get_num_unfinished_requests() == SLOTS)
         served.perturb(0.5)
         await served.push()
@@ -341,7 +341,7 @@ def test_a_stop_string_ends_the_turn_and_its_tokens_are_kept(served: Served):
 
 def test_a_cancelled_request_leaves_the_engine(served: Served):
     async def run() -> None:
-        llm = served.engine._session.client._llm
+        llm = served.engine._session.client.core.llm
         await served.freeze()
         job = asyncio.ensure_future(served.engine.generate(request(prompt_of(5), seed=1)))
         await until(lambda: llm.get_num_unfinished_requests() == 1)
@@ -405,7 +405,7 @@ def test_starting_the_engine_left_no_variable_behind(served: Served):
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_to_the_whole_process_group_is_left_to_the_trainer(served: Served, number: signal.Signals):
     async def run() -> None:
-        for process in served.engine._session.client._llm.engine_core.resources.engine_manager.processes:
+        for process in served.engine._session.client.core.llm.engine_core.resources.engine_manager.processes:
             os.kill(process.pid, number)
         await asyncio.sleep(0.3)
         await served.engine.generate(request(prompt_of(5), max_tokens=4))

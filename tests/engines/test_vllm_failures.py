@@ -47,7 +47,7 @@ def request(tokens: int = 8) -> GenerationRequest:
 
 
 def processes_of(engine: VLLMEngine) -> list[psutil.Process]:
-    manager = engine._session.client._llm.engine_core.resources.engine_manager
+    manager = engine._session.client.core.llm.engine_core.resources.engine_manager
     return [psutil.Process(p.pid) for p in manager.processes]
 
 
@@ -57,7 +57,7 @@ def test_no_version_before_the_first_load_and_a_partial_load_ends_the_engine(eng
             await engine.generate(request())
         publisher = SharedMemoryPublisher(torch.float32)
         await engine.load_weights(0, publisher.publish(weights.items(), 0))
-        core = engine._session.client._llm.engine_core
+        core = engine._session.client.core.llm.engine_core
         await engine._session.thread.run(core.pause_scheduler_async(mode="keep", clear_cache=False))
         running = asyncio.ensure_future(engine.generate(request()))
         await asyncio.sleep(0.05)

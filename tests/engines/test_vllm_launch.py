@@ -87,7 +87,7 @@ def test_the_cores_of_this_process_are_put_back():
 @pytest.mark.parametrize("value", [None, math.nan, -math.inf, math.inf])
 def test_a_logprob_that_is_not_a_number_becomes_nan(value):
     pytest.importorskip("vllm")
-    from async_rl.engines.vllm_client import finite
+    from async_rl.engines.vllm_core import finite
 
     assert math.isnan(finite({5: SimpleNamespace(logprob=value)}, 5))
     assert math.isnan(finite({6: SimpleNamespace(logprob=-1.0)}, 5))
@@ -97,7 +97,7 @@ def test_a_logprob_that_is_not_a_number_becomes_nan(value):
 
 def test_text_is_made_only_where_a_stop_string_needs_it():
     pytest.importorskip("vllm")
-    from async_rl.engines.vllm_client import sampling_parameters
+    from async_rl.engines.vllm_core import sampling_parameters
 
     plain = sampling_parameters(SamplingParams(max_tokens=9, temperature=0.7, top_k=3), seed=4)
     assert (plain.detokenize, plain.logprobs, plain.seed, plain.top_k) == (False, 0, 4, 3)
