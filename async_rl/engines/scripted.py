@@ -8,7 +8,7 @@ import time
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 
-from async_rl.engines.base import BusyClock, EngineError, EngineStats, Generation, GenerationRequest
+from async_rl.engines.base import BusyClock, EngineDiedError, EngineError, EngineStats, Generation, GenerationRequest
 from async_rl.engines.stamps import segments_of
 from async_rl.weights.base import WeightSource
 
@@ -26,7 +26,8 @@ class ScriptedEngine:
     """Serves what it is told to, and stamps each token with the version served at the moment the token is due.
 
     A request's latency is spread evenly over its tokens, so a load in between gives several segments. With
-    ``versions_alive`` > 1 a request keeps the version it started with.
+    ``versions_alive`` > 1 a request keeps the version it started with. It can be made to :meth:`die`, and started again
+    after :meth:`close`; its records go on.
 
     Args:
         output: ``(prompt_token_ids, seed) -> token ids``; more than ``max_tokens`` are cut off (finish reason
@@ -78,16 +79,29 @@ class ScriptedEngine:
         self._fail_load = fail_load
         self._lock = threading.Lock()
         self._version: int | None = None
-        self._dead = ""
+        self._dead: EngineError | None = None
+        self._starts = 0
         self._generated = 0
         self._busy = BusyClock()
 
+    @property
+    def died(self) -> EngineDiedError | None:
+        """Its death, until it is started again."""
+        return self._dead if isinstance(self._dead, EngineDiedError) else None
+
     async def start(self) -> None:
-        """Nothing to bring up."""
+        """Nothing to bring up; where it was closed, a new engine that serves nothing yet."""
+        if self._dead is not None:
+            self._starts += 1
+            self._version = self._dead = None
+
+    def die(self) -> None:
+        """As if its process were killed, from any thread: everything it runs and is asked for fails."""
+        self._dead = EngineDiedError(f"{self.name}: the engine process died while it served version {self._version}")
 
     async def generate(self, request: GenerationRequest) -> Generation:
         """Give the scripted output after the scripted latency."""
-        started_with = self._served()
+        started_with, starts = self._served(), self._starts
         with self._lock:
             self.requests.append(request)
             self._busy.enter(self._clock())
@@ -100,6 +114,7 @@ class ScriptedEngine:
             versions = []
             for _ in token_ids:
                 await self._sleep(latency_s / len(token_ids))
+                self._check_alive(starts)
                 versions.append(started_with if self.versions_alive > 1 else self._served())
             if error := self._fail_generate(request):
                 raise error
@@ -126,28 +141,34 @@ class ScriptedEngine:
 
     async def load_weights(self, version: int, source: WeightSource) -> None:
         """Serve ``version`` after the scripted load time; the source is not read."""
-        if self._dead:
-            raise EngineError(self._dead)
+        starts = self._starts
+        self._check_alive(starts)
         await self._sleep(self._load_s)
+        self._check_alive(starts)
         if error := self._fail_load(version):
-            self._dead = f"{self.name}: the load of version {version} failed: {error}"
-            raise EngineError(self._dead) from error
+            self._dead = EngineError(f"{self.name}: the load of version {version} failed: {error}")
+            raise self._dead from error
         with self._lock:
             self._version = version
             self.loads.append(LoadRecord(self._clock(), version, self._busy.running))
 
     async def close(self) -> None:
         """Refuse further requests; running ones fail at their next token."""
-        self._dead = self._dead or f"{self.name} is closed"
+        self._dead = self._dead or EngineError(f"{self.name} is closed")
 
     def stats(self) -> EngineStats:
         """Counters since the start."""
         with self._lock:
             return EngineStats(self._generated, self._busy.read(self._clock()), 0.0, len(self.loads))
 
+    def _check_alive(self, starts: int) -> None:
+        if starts != self._starts:
+            raise EngineDiedError(f"{self.name}: the engine process died and was started again meanwhile")
+        if self._dead is not None:
+            raise type(self._dead)(*self._dead.args)
+
     def _served(self) -> int:
-        if self._dead:
-            raise EngineError(self._dead)
+        self._check_alive(self._starts)
         if self._version is None:
             raise EngineError(f"{self.name} serves nothing before its first load_weights")
         return self._version

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from async_rl.engines.base import EngineError, GenerationRequest, SamplingParams
+from async_rl.engines.base import EngineDiedError, EngineError, GenerationRequest, SamplingParams
 from async_rl.engines.scripted import ScriptedEngine
 from async_rl.engines.stamps import segments_of
 from async_rl.types import Segment
@@ -152,6 +152,39 @@ def test_close_fails_what_runs() -> None:
     result, _ = asyncio.run(go())
     assert isinstance(result, EngineError)
     assert clock.now_s == pytest.approx(0.6)
+
+
+def test_a_dead_engine_fails_everything_and_is_a_new_one_once_started_again() -> None:
+    clock = VirtualClock()
+    engine = engine_on(clock, load_s=0.3)
+
+    async def life() -> None:
+        await clock.sleep(0.55)
+        engine.die()
+        assert isinstance(engine.died, EngineDiedError)
+        await clock.sleep(0.25)  # one request notices the death, the other one only that the engine is new
+        await engine.close()
+        await engine.start()
+        assert engine.died is None
+
+    async def slow() -> Any:
+        await clock.sleep(0.54)
+        return await engine.load_weights(1, None)  # type: ignore[arg-type]
+
+    async def go() -> list[Any]:
+        await clock.run(engine.load_weights(0, None))  # type: ignore[arg-type]
+        results = await clock.run(engine.generate(request()), engine.generate(request(max_tokens=1)), slow(), life())
+        results += await clock.run(engine.generate(request()))
+        await clock.run(engine.load_weights(2, None))  # type: ignore[arg-type]
+        return results + await clock.run(engine.generate(request()))
+
+    *dead, ended, early, good = asyncio.run(go())
+    assert ended is None
+    assert [type(error) for error in dead] == [EngineDiedError] * 3
+    assert type(early) is EngineError
+    assert "before its first load_weights" in str(early)
+    assert good.segments == (Segment(2, 0, 10),)
+    assert [load.version for load in engine.loads] == [0, 2]
 
 
 def test_segments_of_is_run_length_encoding() -> None:
