@@ -57,7 +57,7 @@ SCHEMA = pa.schema(
     }
 )
 
-_TOKENS = {"token_ids": np.int32, "loss_mask": np.int8, "logprobs": np.float32}
+_TOKENS: dict[str, type[np.generic]] = {"token_ids": np.int32, "loss_mask": np.int8, "logprobs": np.float32}
 # Fields of a trajectory that are columns as they are.
 _PLAIN = (
     "sample_index", "attempt", "completion", "reward", "finish_reason", "turns", "prompt_length", "started_s",

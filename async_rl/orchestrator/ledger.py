@@ -214,8 +214,6 @@ class Ledger:
         self._insert("trajectories", [trajectory_row(i, t) for _, (i, t) in queued["trajectories"]])
         self._insert("keeps", [(g.id, g.head, g.tail, at_s) for at_s, g in queued["keeps"]])
         endings = [(i, str(outcome), reason, at_s) for at_s, (i, outcome, reason) in queued["endings"]]
-        for at_s, (batch, outcome, reason) in queued["batch endings"]:
-            endings.extend((group.id, str(outcome), reason, at_s) for group in batch.groups)
         self._insert("endings", endings)
         for at_s, (batch, _) in queued["batches"]:
             self._db.execute(
@@ -226,6 +224,7 @@ class Ledger:
             self._end_batch(batch, outcome, reason, at_s)
 
     def _end_batch(self, batch: Batch, outcome: Outcome, reason: str, at_s: float) -> None:
+        self._insert("endings", [(group.id, str(outcome), reason, at_s) for group in batch.groups])
         (batch_id,) = self._db.execute(
             "SELECT batch_id FROM batches WHERE group_ids = ? ORDER BY batch_id DESC LIMIT 1", (_ids(batch),)
         ).fetchone()

@@ -38,7 +38,7 @@ class LedgerArchiver:
         A group that was archived before, and trained again after a resume, stays in its file.
 
         Returns:
-            Whose files are to be written.
+            Batches whose files are to be written.
         """
         if self._archive is None:
             return []
@@ -52,10 +52,10 @@ class LedgerArchiver:
             "SELECT DISTINCT batch_id FROM archived WHERE group_id IN (SELECT value FROM json_each(?))",
             (to_json(group_ids),),
         )
-        return sorted({batch_id, *(file for (file,) in files)})
+        return sorted({*self.unfinished(), *(file for (file,) in files)})
 
     def unfinished(self) -> list[int]:
-        """Whose files an earlier process was to write, and maybe did, without getting to the end of it."""
+        """Batches with payloads that are to be in their files and are still here, an earlier process's included."""
         if self._archive is None:
             return []
         return [batch_id for (batch_id,) in self._db.execute(f"SELECT DISTINCT batch_id FROM {_TO_MOVE} ORDER BY 1")]
