@@ -28,6 +28,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from async_rl.config import ConfigError, Problem, RunConfig, keys_help, known_keys
 from async_rl.config_check import nearest, parse
+from async_rl.earlier_config import Continued, continued
 from async_rl.targets import check_targets
 
 REPOSITORY = Path(__file__).resolve().parent.parent
@@ -127,6 +128,26 @@ def check(config: DictConfig, overrides: Iterable[str], choices: Mapping[str, An
     return parsed
 
 
+def check_continued(settings: Continued, overrides: Iterable[str], choices: Mapping[str, Any]) -> RunConfig:
+    """Check a config as :func:`check` does, and what it changes of the run it goes on from.
+
+    Raises:
+        ConfigError: with every problem.
+    """
+    if settings.directory is None:
+        return check(settings.config, overrides, choices)
+    given = [o for o in overrides if o.partition("=")[0].lstrip("+~").partition("@")[0] in settings.given]
+    parsed = check(settings.config, given, {})  # what was not given is from the earlier run
+    settings.check(parsed)
+    return parsed
+
+
+def resolved_choices(choices: Mapping[str, Any]) -> dict[str, Any]:
+    """Hydra's choice per config group of ours, with what ``engine=auto`` stands for here."""
+    ours = {str(group): choice for group, choice in choices.items() if not str(group).startswith("hydra/")}
+    return ours | ({"engine": choose_engine().name} if ours.get("engine") == "auto" else {})
+
+
 class Origins:
     """Says where a key was set: the command line, the recipe, or a file of a config group."""
 
@@ -198,7 +219,7 @@ class SweepCheck(Callback):
                 choices = composed.hydra.runtime.choices
                 with open_dict(composed):
                     del composed["hydra"]
-                check(composed, job, choices)
+                check_continued(continued(composed, job, choices), job, choices)
         except Exception as error:
             # Hydra turns what a callback raises into a warning; this has to end the process.
             message = str(error) if isinstance(error, ConfigError) else explain(error, job)

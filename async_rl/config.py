@@ -178,6 +178,8 @@ class RunConfig:
     seed: Annotated[int, Key("seed of the whole run", ge=0)]
     run_dir: Annotated[str, Key("where everything the run writes goes")]
     resume: Annotated[bool, Key("go on from the newest complete checkpoint in run_dir")]
+    resume_allow: Annotated[list[str], Key("keys whose change a resume accepts, though recorded data had them other")]
+    replay: Annotated[str | None, Key("train on what the run in this directory recorded, without an engine")]
     overwrite: Annotated[bool, Key("delete the run that is in run_dir")]
     eval_every: Annotated[int, Key("evaluate every so many steps; 0: see run.evaluation.at", ge=0)]
     hardware: Annotated[HardwareConfig, Key("the machine")]

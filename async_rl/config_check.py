@@ -20,6 +20,7 @@ from async_rl.config import (
     known_keys,
     optimizer_extras,
 )
+from async_rl.resume_rules import MEANING, may_be_allowed
 
 T = TypeVar("T")
 ANY_NUMBER = Range()
@@ -295,3 +296,12 @@ def _loss_rules(c: RunConfig) -> Iterator[Problem]:
 def _directory_rules(c: RunConfig) -> Iterator[Problem]:
     if c.resume and c.overwrite:
         yield Problem("overwrite", "true with resume=true: a run is either continued or deleted; take one of them")
+    if c.resume and c.replay is not None:
+        yield Problem("replay", f"{c.replay} with resume=true: a replay starts at version 0; remove one of them")
+    if c.resume_allow and not c.resume:
+        yield Problem("resume_allow", f"{c.resume_allow} without resume=true has no effect; remove it")
+    for name in c.resume_allow:
+        if not may_be_allowed(name):
+            close = nearest(name, MEANING)
+            hint = f"did you mean {close}?" if close else f"these matter: {', '.join(MEANING)}"
+            yield Problem("resume_allow", f"{name} is no key that a resume would refuse; {hint}")

@@ -7,7 +7,7 @@ import os
 import sys
 import traceback
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
@@ -22,6 +22,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from async_rl import compose
 from async_rl.config import Component, ConfigError, RunConfig, optimizer_extras
+from async_rl.earlier_config import CONFIG, continued, earlier_choices
 from async_rl.hub import SourceNotFoundError
 from async_rl.run_end import EXIT_CONFIG, EXIT_ERROR, EXIT_FINISHED, EXIT_INTERRUPTED
 from async_rl.run_record import RunRecord, claim_directory
@@ -42,12 +43,14 @@ def main() -> int:
     In a sweep the jobs run one after the other; the code is that of the first one that did not finish.
     """
     codes: list[int] = []
-    overrides = [argument for argument in sys.argv[1:] if "=" in argument]
+    command = list(sys.argv)
+    overrides = [argument for argument in command[1:] if "=" in argument]
     try:
         compose.register()
+        sys.argv = [*command, *earlier_choices(overrides, compose.recipe_files())]
         with _whole_hydra_errors():
             hydra.main(version_base="1.3", config_path=str(compose.CONF), config_name="config")(
-                lambda config: codes.append(_job(config))
+                lambda config: codes.append(_job(config, command))
             )()
     except ConfigError as error:
         compose.report(str(error))
@@ -55,33 +58,44 @@ def main() -> int:
     except (HydraException, OmegaConfBaseException) as error:
         compose.report(compose.explain(error, overrides))
         return EXIT_CONFIG
+    finally:
+        sys.argv = command
     return next((code for code in codes if code), EXIT_FINISHED)
 
 
-def _job(config: DictConfig) -> int:
+def _job(config: DictConfig, command: Sequence[str]) -> int:
     """One run, from its composed config to its exit code."""
     hydra_config = HydraConfig.get()
-    sweep = hydra_config.mode == RunMode.MULTIRUN
+    sweep, choices = hydra_config.mode == RunMode.MULTIRUN, hydra_config.runtime.choices
     if sweep:
         config.run_dir = f"{config.run_dir}/{hydra_config.job.num}"
     try:
-        checked = compose.check(config, hydra_config.overrides.task, hydra_config.runtime.choices)
+        settings = continued(config, hydra_config.overrides.task, choices)
+        checked = compose.check_continued(settings, hydra_config.overrides.task, choices)
         claim_directory(checked)
     except ConfigError as error:
         compose.report(str(error))
         return EXIT_CONFIG
-    OmegaConf.save(config, Path(checked.run_dir) / "config.yaml", resolve=True)
-    record = RunRecord(Path(checked.run_dir), compose.recipe_name(hydra_config.runtime.choices), checked.seed)
+    config_file = Path(checked.run_dir) / CONFIG
+    before = config_file.read_bytes() if config_file.exists() else None
+    OmegaConf.save(settings.config, config_file, resolve=True)
+    record = RunRecord(
+        Path(checked.run_dir), compose.recipe_name(choices), checked.seed, compose.resolved_choices(choices), command
+    )
+    if settings.note:
+        print(settings.note, flush=True)
     code, reason = EXIT_ERROR, "error"
     try:
         with _logging(Path(checked.run_dir) / "run.log"):
-            code, reason = _train(checked, hydra_config.runtime.choices, record)
+            code, reason = _train(checked, choices, record)
     except KeyboardInterrupt:
         reason = "interrupted before training"
         print("interrupted before training", file=sys.stderr)
         raise SystemExit(EXIT_ERROR) from None
     finally:
         record.finish(reason, code)
+        if code == EXIT_CONFIG and before is not None:
+            config_file.write_bytes(before)  # the refused one must not be what the next resume goes on with
     if code == EXIT_INTERRUPTED and sweep:
         raise SystemExit(code)  # the rest of the sweep is not wanted either
     return code

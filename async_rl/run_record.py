@@ -9,7 +9,6 @@ import os
 import platform
 import shutil
 import subprocess
-import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -17,6 +16,8 @@ from typing import Any
 from async_rl.config import ConfigError, Problem, RunConfig
 
 RECORD = "run.json"
+DATABASE = "run.db"
+"""What the run recorded of its groups and batches."""
 PACKAGES = (
     "async-rl",
     "torch",
@@ -36,9 +37,11 @@ def claim_directory(config: RunConfig) -> None:
 
     Raises:
         ConfigError: it holds something and neither ``resume`` nor ``overwrite`` is set; ``overwrite`` would delete
-            something that is no run; or ``resume`` finds nothing.
+            something that is no run, or the run that is to be replayed; or ``resume`` or ``replay`` finds nothing.
     """
     directory = Path(config.run_dir)
+    if config.replay is not None:
+        _check_replay(Path(config.replay), directory)
     existed = directory.exists()
     used = existed and (not directory.is_dir() or any(directory.iterdir()))
     is_run = (directory / RECORD).is_file()
@@ -79,6 +82,15 @@ def claim_directory(config: RunConfig) -> None:
         raise ConfigError([Problem("run_dir", f"{directory} can't be made: {error.strerror}")]) from error
 
 
+def _check_replay(replayed: Path, directory: Path) -> None:
+    if not (replayed / DATABASE).is_file():
+        raise ConfigError(
+            [Problem("replay", f"there is no run's record ({DATABASE}) in {replayed}; give the directory of a run")]
+        )
+    if directory.resolve() in (replayed.resolve(), *replayed.resolve().parents):
+        raise ConfigError([Problem("run_dir", f"{directory} holds the run to be replayed; take another one")])
+
+
 class RunRecord:
     """Keeps ``run.json``; each write is whole or absent.
 
@@ -86,15 +98,20 @@ class RunRecord:
         directory: The run directory.
         recipe: Name of the recipe.
         seed: Seed of the run.
+        choices: What was chosen from each config group.
+        command: The command line as it was typed.
     """
 
-    def __init__(self, directory: Path, recipe: str, seed: int) -> None:
+    def __init__(
+        self, directory: Path, recipe: str, seed: int, choices: Mapping[str, Any], command: Sequence[str]
+    ) -> None:
         self._file = directory / RECORD
         earlier = json.loads(self._file.read_text(encoding="utf-8")) if self._file.is_file() else None
         self._content: dict[str, Any] = {
             "recipe": recipe,
             "seed": seed,
-            "command": sys.argv,
+            "choices": dict(choices),
+            "command": list(command),
             "started": _now(),
             "ended": None,
             "exit_reason": "running",

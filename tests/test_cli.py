@@ -9,7 +9,6 @@ import sys
 from pathlib import Path
 
 import pytest
-from hydra.core.global_hydra import GlobalHydra
 from omegaconf import OmegaConf
 
 from async_rl import compose, main
@@ -44,24 +43,6 @@ for line in sys.stdin:
 """
 
 
-@pytest.fixture
-def command(monkeypatch, capsys, tmp_path):
-    """Run the command in this process, in an empty directory: ``command(*args) -> (code, out, err)``."""
-    monkeypatch.chdir(tmp_path)
-
-    def run(*arguments: str) -> tuple[int, str, str]:
-        monkeypatch.setattr(sys, "argv", [str(TRAIN), *arguments])
-        GlobalHydra.instance().clear()
-        try:
-            code = main.main()
-        except SystemExit as exit:
-            code = int(exit.code or 0)
-        captured = capsys.readouterr()
-        return code, captured.out, captured.err
-
-    return run
-
-
 def test_mistakes_are_refused_with_exit_code_2_without_importing_anything_heavy(tmp_path):
     """The promise is under two seconds, which holds as long as torch, Lightning and vLLM stay out of it."""
     cases = {
@@ -77,6 +58,7 @@ def test_mistakes_are_refused_with_exit_code_2_without_importing_anything_heavy(
         ("-m", "batch_size=4,0"): "in the job batch_size=0",
         ("-m", "+recipe=gsm8k,gsm9k"): "did you mean recipe=gsm8k?",
         ("resume=true", "run_dir=nowhere"): "there is no run in nowhere",
+        ("replay=nowhere",): "there is no run's record (run.db) in nowhere",
     }
     done = subprocess.run(
         [sys.executable, "-c", PROBE],
@@ -122,19 +104,6 @@ def test_the_config_can_be_shown_and_nothing_is_written(command, tmp_path):
 
 
 # the run directory
-
-
-@pytest.fixture
-def trained(monkeypatch):
-    """Leave training out: ``trained`` is the list of checked configs that would have been trained."""
-    configs = []
-
-    def train(config, choices, record):
-        configs.append(config)
-        return 0, "finished"
-
-    monkeypatch.setattr(main, "_train", train)
-    return configs
 
 
 def test_a_run_leaves_its_resolved_config_and_what_it_was_made_of(command, trained, tmp_path):

@@ -1,0 +1,61 @@
+"""What gives the data of a run its meaning, and how a resume that changes it is refused. Imports nothing heavy."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Collection, Mapping
+from typing import Any
+
+MEANING = (
+    "model.name_or_path",
+    "model.revision",
+    "environment",
+    "batch_size",
+    "group_size",
+    "seed",
+    "rollout.epochs",
+    "rollout.shuffle",
+    "rollout.sampling.temperature",
+)
+"""Keys (sections with all they hold) that say which prompt a group is for, what a batch is and what tokens mean."""
+_ABSENT = "nothing"
+
+
+def may_be_allowed(name: str) -> bool:
+    """Whether ``resume_allow`` may hold this name: a key of :data:`MEANING`, one inside it, or its section's name."""
+    return name == "model" or any(name == key or name.startswith(f"{key}.") for key in MEANING)
+
+
+def refusal(
+    run_dir: str | os.PathLike[str], before: Mapping[str, Any], now: Mapping[str, Any], allow: Collection[str]
+) -> str:
+    """Why a run recorded with the values ``before`` is not gone on with ``now``; empty where it may be.
+
+    Args:
+        run_dir: The run.
+        before: Values by key, of what was recorded.
+        now: Values by key, of the run that is to go on; keys that only one of the two has differ.
+        allow: Keys (or their sections, or keys inside them) that may differ.
+    """
+    differing = [key for key in {**before, **now} if before.get(key, _ABSENT) != now.get(key, _ABSENT)]
+    refused = [key for key in differing if not any(_covers(allowed, key) for allowed in allow)]
+    if not refused:
+        return ""
+    lines = [f"  {key}: was {_shown(before, key)}, now {_shown(now, key)}" for key in refused]
+    return "\n".join(
+        [
+            f"resume: what the run in {os.fspath(run_dir)} has recorded would mean something else with these changes:",
+            *lines,
+            "leave them as they were, take a new run_dir, or accept the change with "
+            f"resume_allow=[{','.join(refused)}]",
+        ]
+    )
+
+
+def _shown(values: Mapping[str, Any], key: str) -> str:
+    value = values.get(key, _ABSENT)
+    return "null" if value is None else str(value)
+
+
+def _covers(allowed: str, key: str) -> bool:
+    return key == allowed or key.startswith(f"{allowed}.") or allowed.startswith(f"{key}.")
