@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import json
-import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -32,6 +31,7 @@ class MalformedCall:
 CallParser = Callable[[str], list[ToolCall | MalformedCall]]
 
 _OPEN, _CLOSE = "<tool_call>", "</tool_call>"
+_DECODER = json.JSONDecoder()
 
 
 def hermes_calls(text: str) -> list[ToolCall | MalformedCall]:
@@ -44,9 +44,11 @@ def json_calls(text: str) -> list[ToolCall | MalformedCall]:
 
     A turn that isn't such an object is an answer: in this format nothing else marks a call.
     """
-    said = _said(text).removeprefix("<|python_tag|>").strip()
-    objects = list(_objects(said))
-    return [_read_object(value) for value in objects] if objects and all("name" in o for o in objects) else []
+    said = _said(text).strip().removeprefix("<|python_tag|>").strip()
+    objects = _objects(said)
+    if objects and all("name" in value for value in objects):
+        return [_read_object(value) for value in objects]
+    return [_read(said)] if not objects and said.startswith('{"name"') else []
 
 
 def message_calls(message: Mapping[str, Any]) -> list[ToolCall | MalformedCall]:
@@ -61,19 +63,20 @@ def _said(text: str) -> str:
     return said.partition("<think>")[0]
 
 
-def _objects(text: str) -> Iterator[dict[str, Any]]:
-    decoder, at = json.JSONDecoder(), 0
+def _objects(text: str) -> list[dict[str, Any]]:
+    """The JSON objects a text consists of; none where it holds anything else."""
     found: list[dict[str, Any]] = []
+    at = 0
     while at < len(text):
         try:
-            value, at = decoder.raw_decode(text, at)
+            value, at = _DECODER.raw_decode(text, at)
         except (ValueError, RecursionError):
-            return
+            return []
         if not isinstance(value, dict):
-            return
+            return []
         found.append(value)
-        at = re.compile(r"\s*;?\s*").match(text, at).end()  # type: ignore[union-attr]
-    yield from found
+        at = len(text) - len(text[at:].lstrip("; \n"))
+    return found
 
 
 def _read(text: str) -> ToolCall | MalformedCall:

@@ -26,7 +26,7 @@ from async_rl.environments import (
 )
 from async_rl.environments.blocking_chat import RolloutCancelled
 from async_rl.environments.chat import turn_seed
-from async_rl.types import Segment
+from async_rl.types import Segment, head_version, tail_version
 
 
 @pytest.fixture
@@ -266,11 +266,89 @@ def test_max_context_shortens_the_turn_then_refuses(tokenizer: Any) -> None:
     assert chat.finish_reason == "length"
 
 
+def test_the_budget_counts_down_clips_and_ends(tokenizer: Any) -> None:
+    engine = engine_saying(tokenizer, "abc<|im_end|>", "defgh", "x")
+    limits = BudgetLimits(max_turns=3, max_generated_tokens=7, max_context=200)
+    chat = make_chat(engine, tokenizer, limits=limits)
+
+    async def talk() -> None:
+        assert (chat.budget.turns, chat.budget.tokens, chat.budget.context) == (3, 7, 200)
+        await chat.generate("hi")
+        assert (chat.budget.turns, chat.budget.tokens, chat.budget.context) == (2, 3, 200 - len(chat.token_ids))
+        await chat.generate("go on", max_tokens=5)
+        assert engine.requests[1].sampling.max_tokens == 3
+        assert chat.completion == "def"
+        assert (chat.budget.tokens, chat.budget.exhausted) == (0, True)
+        before = list(chat.token_ids), list(chat.messages)
+        with pytest.raises(
+            BudgetError, match=r"max_generated_tokens=7 .*after 2 turns.*rollout\.max_generated_tokens"
+        ) as e:
+            await chat.generate("and on")
+        assert e.value.reason == "budget"
+        assert (chat.token_ids, chat.messages) == before, "nothing was appended"
+
+    asyncio.run(talk())
+    assert len(engine.requests) == 2
+
+
+def test_turns_run_out(tokenizer: Any) -> None:
+    chat = make_chat(engine_saying(tokenizer, "a<|im_end|>"), tokenizer, limits=BudgetLimits(max_turns=1))
+    assert not chat.budget.exhausted
+    asyncio.run(chat.generate("hi"))
+    assert chat.budget.exhausted
+    with pytest.raises(BudgetError, match=r"max_turns=1 .*rollout\.max_turns"):
+        asyncio.run(chat.generate("more"))
+
+
+def test_no_limits_are_never_exhausted(tokenizer: Any) -> None:
+    chat = make_chat(engine_saying(tokenizer, "a<|im_end|>"), tokenizer)
+    assert (chat.budget.turns, chat.budget.tokens, chat.budget.context) == (None, None, None)
+    assert not chat.budget.exhausted
+    assert chat.budget.clip(5) == 5
+
+
+def test_a_trajectory_spans_versions_between_and_within_turns(tokenizer: Any) -> None:
+    """CASES 15: the engine is updated between turns and in the middle of one."""
+    ticks: list[float] = []
+
+    async def sleep(seconds: float) -> None:
+        ticks.append(seconds)
+        if len(ticks) == 5:  # two loads and two tokens came before
+            await engine.load_weights(4, None)  # type: ignore[arg-type]
+
+    engine = engine_saying(tokenizer, "abcd<|im_end|>", "ef<|im_end|>", "gh<|im_end|>", sleep=sleep)
+    chat = make_chat(engine, tokenizer)
+
+    async def talk() -> None:
+        await engine.load_weights(3, None)  # type: ignore[arg-type]
+        await chat.generate("one")
+        await chat.generate("two")
+        await engine.load_weights(5, None)  # type: ignore[arg-type]
+        await chat.generate("three")
+
+    asyncio.run(talk())
+    assert (head_version(chat.segments), tail_version(chat.segments)) == (3, 5)
+    assert [(s.version, s.end - s.start) for s in chat.segments] == [(3, 2), (4, 3), (4, 3), (5, 3)]
+    stamped = [i for s in chat.segments for i in range(s.start, s.end)]
+    assert stamped == [i for i, m in enumerate(chat.loss_mask) if m], "every trained token has one stamp"
+    third = "".join(tokenizer.decode([chat.token_ids[i]]) for s in chat.segments[-1:] for i in range(s.start, s.end))
+    assert third == "gh<|im_end|>"
+
+
+def test_tools_are_offered_before_the_first_turn(tokenizer: Any) -> None:
+    chat = make_chat(engine_saying(tokenizer, "a<|im_end|>"), tokenizer)
+    asyncio.run(chat.generate("hi"))
+    with pytest.raises(RuntimeError, match=r"before the first chat\.generate"):
+        chat.offer([])
+
+
 @pytest.mark.parametrize("key", ["temperature", "top_p", "top_k", "min_p"])
 def test_overrides_that_change_the_distribution_are_refused(tokenizer: Any, key: str) -> None:
     chat = make_chat(engine_saying(tokenizer, "x"), tokenizer)
     with pytest.raises(ValueError, match=key):
         asyncio.run(chat.generate("hi", **{key: 0.5}))
+    with pytest.raises(ValueError, match="max_tokens=0"):
+        asyncio.run(chat.generate("hi", max_tokens=0))
     with pytest.raises(ValueError, match="max_tokens and stop"):
         asyncio.run(chat.generate("hi", max_token=3))
 
@@ -336,7 +414,8 @@ def test_unknown_logprobs_stay_nan_and_several_versions_are_kept(tokenizer: Any)
 
 
 def test_blocking_chat_from_a_thread(tokenizer: Any) -> None:
-    chat = make_chat(engine_saying(tokenizer, "a<|im_end|>", "b<|im_end|>"), tokenizer)
+    engine = engine_saying(tokenizer, "a<|im_end|>", "b<|im_end|>")
+    chat = make_chat(engine, tokenizer, limits=BudgetLimits(max_turns=2))
 
     async def run() -> list[str]:
         blocking = BlockingChat(chat, asyncio.get_running_loop())
@@ -344,9 +423,16 @@ def test_blocking_chat_from_a_thread(tokenizer: Any) -> None:
             blocking.generate("on the loop itself")
 
         def user() -> list[str]:
+            blocking.offer([])
             first = blocking.generate("one")
+            assert blocking.calls == ()
+            assert blocking.budget.turns == 1
             blocking.add("two")
-            return [first, blocking.generate()]
+            second = blocking.generate()
+            assert blocking.budget.exhausted
+            with pytest.raises(BudgetError):
+                blocking.generate("three")
+            return [first, second]
 
         return await asyncio.to_thread(user)
 
