@@ -13,7 +13,7 @@ from typing import Any
 
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override
-from hydra.errors import OverrideParseException
+from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
@@ -187,8 +187,8 @@ def _parsed(arguments: Iterable[str]) -> Iterator[Override]:
     parser = OverridesParser.create()
     for argument in arguments:
         try:
-            yield parser.parse_override(argument)
-        except OverrideParseException:
+            yield from parser.parse_overrides([argument])
+        except HydraException:
             continue  # Hydra says what is wrong with it
 
 
