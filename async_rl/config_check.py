@@ -150,7 +150,15 @@ def _select(config: Mapping[str, Any], path: str) -> Any:
 
 
 def _contradictions(config: RunConfig) -> list[Problem]:
-    rules = (_staleness_rules, _group_rules, _ahead_rules, _sampling_rules, _loss_rules, _directory_rules)
+    rules = (
+        _staleness_rules,
+        _group_rules,
+        _ahead_rules,
+        _sampling_rules,
+        _budget_rules,
+        _loss_rules,
+        _directory_rules,
+    )
     return [problem for rule in rules for problem in rule(config)]
 
 
@@ -262,20 +270,35 @@ def _sampling_rules(c: RunConfig) -> Iterator[Problem]:
                 f"them: every importance ratio would be wrong; set it to {value:g} (for evaluation alone: "
                 f"run.evaluation.sampling.{name})",
             )
-    longest = c.engine.get("max_model_len")
-    if _is_number(longest):
-        for section, sampling in (("rollout", c.rollout.sampling), ("run.evaluation", c.run.evaluation.sampling)):
-            if sampling.max_tokens >= longest:
-                yield Problem(
-                    f"{section}.sampling.max_tokens",
-                    f"{sampling.max_tokens} leaves no room for a prompt in engine.max_model_len={longest}; raise "
-                    "engine.max_model_len or lower it",
-                )
     if c.rollout.last_batch == "train" and c.rollout.epochs is None:
         yield Problem(
             "rollout.last_batch",
             "train is never used without an end of the data; set rollout.epochs, or rollout.last_batch=drop",
         )
+
+
+def _budget_rules(c: RunConfig) -> Iterator[Problem]:
+    longest, context, generated = c.engine.get("max_model_len"), c.rollout.max_context, c.rollout.max_generated_tokens
+    if _is_number(longest) and context is not None and context > longest:
+        yield Problem(
+            "rollout.max_context",
+            f"{context} is more than engine.max_model_len={longest} can hold; raise that, or lower it",
+        )
+    limits = [("engine.max_model_len", longest if _is_number(longest) else None), ("rollout.max_context", context)]
+    for section, sampling in (("rollout", c.rollout.sampling), ("run.evaluation", c.run.evaluation.sampling)):
+        key = f"{section}.sampling.max_tokens"
+        for name, limit in limits:
+            if limit is not None and sampling.max_tokens >= limit:
+                yield Problem(
+                    key,
+                    f"{sampling.max_tokens} leaves no room for a prompt in {name}={limit}; raise {name} or lower it",
+                )
+        if generated is not None and sampling.max_tokens > generated:
+            yield Problem(
+                key,
+                f"{sampling.max_tokens} is more than rollout.max_generated_tokens={generated} allows for all turns; "
+                "lower it, or raise that",
+            )
 
 
 def _loss_rules(c: RunConfig) -> Iterator[Problem]:

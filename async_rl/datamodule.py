@@ -11,6 +11,7 @@ from typing_extensions import override
 
 from async_rl.engines.base import Engine, SamplingParams
 from async_rl.environments.base import Environment
+from async_rl.environments.budget import BudgetLimits
 from async_rl.orchestrator.prompts import PromptStream
 from async_rl.types import Batch, Prompt
 
@@ -102,6 +103,9 @@ class RolloutDataModule(LightningDataModule):
         forward_backward_batch: At ``max_staleness=0``, train complete groups while others of their batch still run:
             ``"auto"`` (where advantages are group-centred), ``"off"``, or how much has to be complete, of which either
             is enough: ``{"min_sequences": 64, "min_tokens": 131072}``.
+
+    Raises:
+        ValueError: a limit leaves nothing, or ``template_rewrite`` is unknown; the message names it.
     """
 
     def __init__(
@@ -157,9 +161,9 @@ class RolloutDataModule(LightningDataModule):
         self.max_failures = max_failures
         self.rollout_timeout_s = rollout_timeout_s
         self.reward_timeout_s = reward_timeout_s
-        self.max_turns = max_turns
-        self.max_generated_tokens = max_generated_tokens
-        self.max_context = max_context
+        self.limits = BudgetLimits(max_turns, max_generated_tokens, max_context)
+        if template_rewrite not in ("refuse", "split"):
+            raise ValueError(f'RolloutDataModule: template_rewrite={template_rewrite!r}; give "refuse" or "split"')
         self.template_rewrite = template_rewrite
         self.rollout_threads = rollout_threads
         self.filter_zero_variance = filter_zero_variance

@@ -11,13 +11,18 @@ import torch
 
 from async_rl.archive import BatchArchive
 from async_rl.engines.base import Engine, SamplingParams
-from async_rl.environments.budget import BudgetLimits
 from async_rl.environments.rollout import RolloutFunction, make_rollout
+from async_rl.fingerprint import fingerprint
 from async_rl.orchestrator.gate import CapacityGate
 from async_rl.orchestrator.ledger import Ledger
 from async_rl.orchestrator.orchestrator import Orchestrator
+from async_rl.orchestrator.records import Recovery
+from async_rl.orchestrator.recovery import within_bound
 from async_rl.orchestrator.settings import ForwardBackwardBatch, OrchestratorSettings
+from async_rl.resume_rules import refusal
+from async_rl.run_record import DATABASE
 from async_rl.session import RolloutSession
+from async_rl.types import SettingError
 from async_rl.weights.base import WeightPublisher
 from async_rl.weights.publishers import make_publisher
 from async_rl.weights.shared_memory import BACKEND as SHARED_MEMORY
@@ -28,6 +33,8 @@ if TYPE_CHECKING:
     from async_rl.trainer import AsyncRLTrainer
 
 log = logging.getLogger(__name__)
+BATCHES = "batches"
+"""The archive's directory in that of the run."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,6 +164,24 @@ def check_settings(trainer: AsyncRLTrainer, policy: PolicyModule, data: RolloutD
         log.warning("%s", given_up)
 
 
+def check_record(trainer: AsyncRLTrainer, policy: PolicyModule, data: RolloutDataModule) -> None:
+    """Before any engine starts: refuse to go on with a record that means something else, and note what it means.
+
+    Raises:
+        SettingError: what changed, and how to accept it.
+    """
+    ledger = Ledger(trainer.run_dir / DATABASE, BatchArchive(trainer.run_dir / BATCHES))
+    try:
+        now, before = fingerprint(policy, data, trainer.seed), ledger.meta().get("meaning")
+        is_used = ledger.balance().admitted > 0
+        if is_used and before and (why := refusal(trainer.run_dir, before, now, trainer.resume_allow)):
+            raise SettingError(why)
+        if trainer.resume or not is_used:
+            ledger.set_meta({"meaning": now})
+    finally:
+        ledger.close()
+
+
 def orchestrator_settings(
     trainer: AsyncRLTrainer, policy: PolicyModule, data: RolloutDataModule
 ) -> OrchestratorSettings:
@@ -207,20 +232,21 @@ def open_session(trainer: AsyncRLTrainer, policy: PolicyModule, data: RolloutDat
             policy.tokenizer,
             sampling,
             reward_timeout_s=data.reward_timeout_s,
-            limits=BudgetLimits(data.max_turns, data.max_generated_tokens, data.max_context),
+            limits=data.limits,
             template_rewrite=data.template_rewrite,
         )
 
-    ledger = Ledger(trainer.run_dir / "run.db", BatchArchive(trainer.run_dir / "batches"))
+    ledger = Ledger(trainer.run_dir / DATABASE, BatchArchive(trainer.run_dir / BATCHES))
+    settings = orchestrator_settings(trainer, policy, data)
     orchestrator = Orchestrator(
-        orchestrator_settings(trainer, policy, data),
+        settings,
         engines=data.engines,
         prompts=data.prompt_stream(trainer.seed),
         rollout=rollout_with(data.sampling),
         advantages=policy.advantage,
         ledger=ledger,
         start_version=version,
-        recovered=ledger.recover(version) if trainer.resume or version else None,
+        recovered=_recover(ledger, version, settings) if trainer.resume or version else None,
     )
     return RolloutSession(
         engines=data.engines,
@@ -231,6 +257,30 @@ def open_session(trainer: AsyncRLTrainer, policy: PolicyModule, data: RolloutDat
         eval_prompts=data.eval_prompts,
         eval_rollout=rollout_with(data.eval_sampling),
     )
+
+
+def _recover(ledger: Ledger, version: int, settings: OrchestratorSettings) -> Recovery:
+    """What the run left as of the checkpoint at ``version``, as far as this run's bound leaves time to train it."""
+    recovered = within_bound(
+        ledger.recover(version),
+        batch_size=settings.batch_size,
+        group_size=settings.group_size,
+        max_staleness=None if settings.stale_policy == "allow" else settings.max_staleness,
+        deadlines=settings.stale_policy == "wait",
+    )
+    if recovered.withdrawn is not None:
+        ledger.withdraw(recovered.withdrawn)
+        log.warning(
+            "recorded batches from version %d on hold groups older than max_staleness=%s; they are planned anew",
+            *(recovered.withdrawn, settings.max_staleness),
+        )
+    if recovered.reissued:
+        ledger.forget(recovered.reissued)
+        log.warning(
+            "%d groups of the earlier process can't be trained within max_staleness=%s any more: sampled again",
+            *(len(recovered.reissued), settings.max_staleness),
+        )
+    return recovered.recovery
 
 
 def _publisher_for(engines: Sequence[Engine], policy: PolicyModule) -> WeightPublisher:

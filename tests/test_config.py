@@ -124,6 +124,10 @@ def test_a_wrong_name_is_refused_with_the_nearest_right_one(override, nearest_na
         ("resume=maybe", "true or false"),
         ("rollout.sampling.top_p=1.5", "a number > 0 and <= 1"),
         ("rollout.sampling.stop=x", "a list"),
+        ("rollout.max_turns=0", "a number >= 1"),
+        ("rollout.max_generated_tokens=0", "a number >= 1"),
+        ("rollout.max_context=1", "a number >= 2"),
+        ("rollout.template_rewrite=ignore", "one of refuse, split"),
         ("model.name_or_path=[a]", "a text"),
         ("optimizer.lr=0", "a number > 0"),
         ("optimizer.lr=abc", "a number > 0"),
@@ -169,6 +173,9 @@ def test_an_impossible_value_is_refused_naming_what_is_possible_and_where_it_cam
         (["rollout.sampling.top_p=0.9"], "rollout.sampling.top_p", "set it to 1"),
         (["rollout.sampling.top_k=20"], "rollout.sampling.top_k", "set it to 0"),
         (["engine=vllm", "rollout.sampling.max_tokens=4096"], "rollout.sampling.max_tokens", "engine.max_model_len"),
+        (["rollout.max_context=16"], "rollout.sampling.max_tokens", "raise rollout.max_context"),
+        (["engine=vllm", "rollout.max_context=4096"], "rollout.max_context", "engine.max_model_len=2048"),
+        (["rollout.max_generated_tokens=15"], "rollout.sampling.max_tokens", "rollout.max_generated_tokens=15"),
         (["rollout.last_batch=train"], "rollout.last_batch", "rollout.epochs"),
         ([f"{EARLY}={{min_tokens: 9}}"], EARLY, "set it to auto, or max_staleness=0"),
         (
@@ -206,6 +213,8 @@ def test_a_contradiction_is_refused_naming_the_key_and_the_fix(overrides, key, f
         [f"{EARLY}=off"],
         [f"{EARLY}={{min_sequences: 8}}", "max_staleness=0"],
         ["max_concurrent=8"],
+        ["engine=vllm", "rollout.max_turns=4", "rollout.max_generated_tokens=64", "rollout.max_context=2048"],
+        ["rollout.template_rewrite=split"],
     ],
 )
 def test_what_is_possible_is_accepted(overrides):

@@ -27,11 +27,20 @@ class BudgetLimits:
         max_turns: Model turns, >= 1.
         max_generated_tokens: Sampled tokens of all turns together, >= 1.
         max_context: Tokens the model sees at once, those it samples included, >= 2.
+
+    Raises:
+        ValueError: a limit leaves nothing; the message names it.
     """
 
     max_turns: int | None = None
     max_generated_tokens: int | None = None
     max_context: int | None = None
+
+    def __post_init__(self) -> None:
+        for name, least in (("max_turns", 1), ("max_generated_tokens", 1), ("max_context", 2)):
+            value = getattr(self, name)
+            if value is not None and value < least:
+                raise ValueError(f"{name}={value!r} must be >= {least}, or None for no limit")
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterator, Mapping
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from async_rl.engines.base import SamplingParams
 from async_rl.engines.transformers import TransformersEngine
 from async_rl.environments import Arithmetic, Environment, make_rollout
+from async_rl.models import CHAT_TEMPLATE
 from async_rl.types import Prompt, RolloutTask, Trajectory
 
 
@@ -41,13 +43,25 @@ class Dialogue(Environment):
         return float(len(await chat.generate("And now?")))
 
 
-@pytest.mark.parametrize("environment", [Arithmetic(), Dialogue()])
-def test_behaviour_logprobs_are_those_of_the_whole_sequence(tiny_model_dir: Path, environment: Environment) -> None:
+FORGETFUL = CHAT_TEMPLATE.replace(
+    "message['content']", "('...' if message['role'] == 'assistant' and not loop.last else message['content'])"
+)
+
+
+@pytest.mark.parametrize(
+    ("environment", "template", "contexts"),
+    [(Arithmetic(), CHAT_TEMPLATE, 1), (Dialogue(), CHAT_TEMPLATE, 1), (Dialogue(), FORGETFUL, 3)],
+)
+def test_behaviour_logprobs_are_those_of_the_whole_context(
+    tiny_model_dir: Path, environment: Environment, template: str, contexts: int
+) -> None:
     model = AutoModelForCausalLM.from_pretrained(tiny_model_dir, dtype=torch.float32).eval()
     with torch.no_grad():
         model.model.norm.weight *= 5.0
     tokenizer = AutoTokenizer.from_pretrained(tiny_model_dir)
-    rollout = make_rollout({environment.name: environment}, tokenizer, SamplingParams(max_tokens=12, temperature=0.8))
+    tokenizer.chat_template = template
+    sampling = SamplingParams(max_tokens=12, temperature=0.8)
+    rollout = make_rollout({environment.name: environment}, tokenizer, sampling, template_rewrite="split")
     prompt = Prompt("p", environment.name, environment.prompts("train")[0])
 
     async def go() -> list[Trajectory]:
@@ -63,13 +77,16 @@ def test_behaviour_logprobs_are_those_of_the_whole_sequence(tiny_model_dir: Path
     trajectories = asyncio.run(go())
     assert len({tuple(t.token_ids) for t in trajectories}) == 4
     for t in trajectories:
-        with torch.no_grad():
-            logprobs = (model(torch.tensor([t.token_ids])).logits[0] / 0.8).log_softmax(-1)
+        assert len(t.starts) == contexts
+        logprobs = []
+        for start, stop in pairwise((*t.starts, len(t.token_ids))):
+            with torch.no_grad():
+                logprobs += (model(torch.tensor([t.token_ids[start:stop]])).logits[0] / 0.8).log_softmax(-1)
         assert sum(t.loss_mask) == sum(s.end - s.start for s in t.segments)
         assert {s.version for s in t.segments} == {3}
         assert len(t.segments) == t.turns
         for at, (token, mask, logprob) in enumerate(zip(t.token_ids, t.loss_mask, t.logprobs, strict=True)):
             if mask:
-                assert logprob == pytest.approx(logprobs[at - 1, token].item(), abs=1e-4)
+                assert logprob == pytest.approx(logprobs[at - 1][token].item(), abs=1e-4)
             else:
                 assert logprob == 0.0
