@@ -32,8 +32,8 @@ class _Published(NamedTuple):
 class WeightWatcher:
     """Owns every weight load. What is loaded is what is served: the version moves after ``load_weights`` returned.
 
-    Engines load one after the other, those that serve nothing first, always the newest published version; what was
-    published in between and read by nobody is released unread. The newest version is kept until there is a newer one,
+    Engines load one after the other, those that serve nothing first, always the newest published version, so that none
+    opens behind what another has served; what was published in between and read by nobody is released unread. The newest version is kept until there is a newer one,
     for an engine that comes back. An engine that drains is closed to new groups until its groups in flight are finished
     and it has loaded. A failed or timed-out load ends the run and bumps nothing.
 

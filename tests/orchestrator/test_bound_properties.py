@@ -13,7 +13,7 @@ from async_rl.orchestrator.planner import BatchPlanner
 
 
 @st.composite
-def worlds(draw, *, max_s=5, policy="wait", kill=False, data_ends=False) -> World:
+def worlds(draw, *, max_s=5, policy="wait", kill=False, data_ends=False, dying=False) -> World:
     S, B, G = draw(st.integers(0, max_s)), draw(st.integers(1, 5)), draw(st.integers(1, 4))  # noqa: N806
     W = draw(st.integers(0, S))  # noqa: N806
     steps = draw(st.integers(3, 12))
@@ -36,7 +36,7 @@ def worlds(draw, *, max_s=5, policy="wait", kill=False, data_ends=False) -> Worl
         straggler_timeout_s=draw(st.sampled_from([0.0, 0.5, 3.0])),
         lags_s=draw(st.lists(st.sampled_from([0.0, 0.3, 3.0]), min_size=1, max_size=3).map(tuple)),
         drain=draw(st.booleans()),
-        crashes=draw(st.sampled_from([0.0, 0.0, 0.2])),
+        deaths=draw(st.sampled_from([0.3, 1.0] if dying else [0.0, 0.0, 0.2])),
         skips=draw(st.sampled_from([0.0, 0.0, 0.3])),
         pauses=draw(st.sampled_from([0.0, 0.3])),
         late_tokens=draw(st.booleans()),
@@ -106,6 +106,13 @@ def test_a_resume_with_another_bound_keeps_that_bound_and_loses_nothing(world, r
     assert not loop.reissued or resume_s < world.S
 
 
+@examples(600)
+@given(worlds(dying=True), st.booleans())
+def test_engines_that_die_and_return_break_nothing(world, all_slow):
+    loop = VirtualLoop(replace(world, lags_s=(3.0,) * len(world.lags_s)) if all_slow else world).run()
+    assert [version for version, _, updated in loop.batches if updated] == list(range(world.steps))
+
+
 @examples(150)
 @given(worlds(policy="mask"))
 def test_mask_balances_and_ends(world):
@@ -171,4 +178,24 @@ def test_the_properties_catch_a_planner_that_breaks_the_rule(broken, monkeypatch
             VirtualLoop(World(S=2, B=3, W=2, law="pareto", steps=30, train_s=0.3, seed=seed)).run()
         except (AssertionError, RuntimeError):
             caught += 1
+    assert caught > 0
+
+
+class OpensBehind(VirtualLoop):
+    """An engine that comes back opens with whatever it has loaded."""
+
+    def on_return(self, engine, version):
+        self.served[engine] = version
+        self.alive[engine] = True
+
+
+def test_the_properties_catch_an_engine_that_comes_back_with_old_weights():
+    world = World(S=1, W=1, B=2, deaths=0.5, lags_s=(0.0, 3.0), train_s=0.1, steps=30)
+    caught = 0
+    for seed in range(40):
+        try:
+            OpensBehind(replace(world, seed=seed)).run()
+        except (AssertionError, ValueError):
+            caught += 1
+        VirtualLoop(replace(world, seed=seed)).run()
     assert caught > 0

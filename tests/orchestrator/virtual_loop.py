@@ -56,9 +56,8 @@ class VirtualLoop:
         self.running: dict[int, Running] = {}
         self.kept: dict[int, tuple[int, int]] = {}  # id -> (version at admission, head)
         self.attempts: dict[int, Attempt] = {}
-        self.homeless: list[int] = []  # attempts whose engine died, while no engine is open
         self.replay: list[tuple[int, ...]] = []
-        self.relaunch: list[int] = []  # running groups of an earlier process of which samples are finished
+        self.relaunch: list[int] = []  # running groups whose engine died, or that an earlier process had begun
         self.training: tuple[tuple[int, ...], bool] | None = None
         self.finished = False
 
@@ -119,7 +118,7 @@ class VirtualLoop:
             self.at(self.world.straggler_timeout_s, "straggler", group)
         engine = self.rng.choice(engines)
         for sample in range(self.world.G):
-            if sample not in self.running[group].heads:
+            if sample not in self.running[group].heads and sample not in self.running[group].given_up:
                 self.attempt(Attempt(group, sample, 0, engine))
 
     def attempt(self, attempt: Attempt) -> None:
@@ -131,13 +130,6 @@ class VirtualLoop:
 
     def begin(self, uid: int) -> None:
         attempt = self.attempts[uid]
-        attempt.head = None
-        if not self.alive[attempt.engine]:
-            engines = self.open_engines()
-            if not engines:
-                self.homeless.append(uid)
-                return
-            attempt.engine = self.rng.choice(engines)
         duration_s = LAWS[self.world.law](self.rng)
         first_s = duration_s * self.rng.random() if self.world.late_tokens else 0.0
         if first_s:
@@ -148,13 +140,13 @@ class VirtualLoop:
 
     def on_first(self, uid: int, engine: int) -> None:
         attempt = self.attempts.get(uid)
-        if attempt is not None and attempt.engine == engine and attempt.head is None:
+        if attempt is not None and attempt.head is None:
             attempt.head = self.served[engine]
 
     def on_done(self, uid: int, engine: int) -> None:
         attempt = self.attempts.get(uid)
-        if attempt is None or attempt.engine != engine:
-            return  # cancelled, or restarted elsewhere when its engine died
+        if attempt is None:
+            return  # cancelled, or lost with its engine
         if attempt.head is None:
             attempt.head = self.served[engine]
         group = self.running[attempt.group]
@@ -167,26 +159,26 @@ class VirtualLoop:
         else:
             self.gate.trajectory_ended(attempt.group)
             if attempt.failed_before < failing:
-                group.failed += 1
+                group.given_up.add(attempt.sample)
             else:
                 group.heads[attempt.sample] = attempt.head
             self.settle(attempt.group)
         self.load_if_empty(engine)
 
     def on_straggler(self, group: int) -> None:
-        if group in self.running:
+        if group in self.running and group not in self.relaunch:
             self.settle(group)
 
     def settle(self, group_id: int) -> None:
         """Finish the group if all its samples are in, or a quorum is and the time is up; fail it if it can't."""
         world, group = self.world, self.running[group_id]
         needed = world.G if world.quorum is None else world.quorum
-        if world.G - group.failed < needed:
+        if world.G - len(group.given_up) < needed:
             self.leave_running(group_id)
             self.end(group_id, "failed")
             return
         timed_out = world.quorum is not None and self.now >= group.admitted_s + world.straggler_timeout_s
-        if len(group.heads) + group.failed == world.G or (timed_out and len(group.heads) >= needed):
+        if len(group.heads) + len(group.given_up) == world.G or (timed_out and len(group.heads) >= needed):
             self.leave_running(group_id)
             if fate(world, group_id)[0]:
                 self.gate.keep(group_id)
@@ -227,27 +219,35 @@ class VirtualLoop:
             self.reopen(engine)
 
     def reopen(self, engine: int) -> None:
-        """An engine takes new groups again, and only at the current version."""
+        """An engine that drained takes new groups again, at the current version."""
         self.served[engine] = self.trained
-        self.alive[engine] = True
         self.draining[engine] = False
-        homeless, self.homeless = self.homeless, []
-        for uid in homeless:
-            if uid in self.attempts:
-                self.begin(uid)
 
-    def on_crash(self, engine: int) -> None:
+    def on_death(self, engine: int) -> None:
+        """All groups of the engine are lost whole; the samples they finished are not."""
         if not self.alive[engine]:
             return
         self.alive[engine] = False
         self.draining[engine] = False
         self.at(self.rng.uniform(0.0, 3.0), "restart", engine)
-        for uid in [u for u, a in self.attempts.items() if a.engine == engine and u not in self.homeless]:
-            self.begin(uid)
+        for group in sorted({a.group for a in self.attempts.values() if a.engine == engine}):
+            for uid in self.running[group].attempts:
+                del self.attempts[uid]
+            self.running[group].attempts.clear()
+            self.relaunch.append(group)
 
     def on_restart(self, engine: int) -> None:
-        if not self.alive[engine]:  # a resume in between restarted it
-            self.reopen(engine)
+        """It is up again and begins to load what is the newest version now; it opens when that is done."""
+        self.at(self.world.lags_s[engine] * self.rng.random(), "return", engine, self.trained)
+
+    def on_return(self, engine: int, version: int) -> None:
+        if version < max(self.served):
+            self.on_restart(engine)  # another one moved on: engines load in turn, so that none opens behind another
+            return
+        self.served[engine] = version
+        self.alive[engine] = True
+        if version < self.trained:  # what was published meanwhile passed it by
+            self.at(self.world.lags_s[engine] * self.rng.random(), "load", engine, self.trained)
 
     # --- the trainer
 
@@ -306,8 +306,8 @@ class VirtualLoop:
                 self.at(lag_s * self.rng.random(), "load", engine, self.trained)
             else:
                 self.on_load(engine, self.trained)
-            if self.rng.random() < self.world.crashes:
-                self.at(self.rng.random(), "crash", engine)
+            if self.rng.random() < self.world.deaths:
+                self.at(self.rng.uniform(0.0, 3.0), "death", engine)
         if self.rng.random() < self.world.pauses:
             self.paused_until = self.now + self.rng.uniform(0.0, 5.0)
             self.at(self.paused_until - self.now, "resumed")
@@ -397,7 +397,8 @@ class VirtualLoop:
         assert world.policy == "allow" or in_system <= (self.S + 1) * world.B, (in_system, world)
         assert self.gate.running_groups == len(self.running)
         assert self.gate.kept_groups == len(self.kept)
-        to_relaunch = sum(world.G - len(self.running[group].heads) for group in self.relaunch)
+        relaunch = [self.running[group] for group in self.relaunch]
+        to_relaunch = sum(world.G - len(group.heads) - len(group.given_up) for group in relaunch)
         assert self.gate.running_trajectories == len(self.attempts) + to_relaunch <= world.C, world
 
     def check_end(self) -> None:

@@ -35,7 +35,7 @@ class World:
     straggler_timeout_s: float = 1.0
     lags_s: tuple[float, ...] = (0.0,)  # one per engine: how long a load may take
     drain: bool = False  # sampling_policy=trajectory: an engine loads only when it is empty
-    crashes: float = 0.0  # per step and engine
+    deaths: float = 0.0  # per step and engine: at a random moment its process dies, and returns after a while
     skips: float = 0.0  # per batch: no update
     pauses: float = 0.0  # per step
     late_tokens: bool = False
@@ -71,7 +71,7 @@ class Running:
     version: int
     admitted_s: float
     heads: dict[int, int] = field(default_factory=dict)  # finished sample -> head
-    failed: int = 0
+    given_up: set[int] = field(default_factory=set)  # samples that failed for good
     attempts: set[int] = field(default_factory=set)
 
 
