@@ -53,8 +53,11 @@ def test_the_base_config_is_the_arithmetic_recipe():
 
 @pytest.mark.parametrize("option", OPTIONS)
 def test_every_option_of_every_group_passes_the_check(option):
-    mine = ["environment._target_=async_rl.environments.Arithmetic"] if option == "environment=custom" else []
-    composed(option, *mine)
+    yours = {
+        "environment=custom": "environment._target_=async_rl.environments.Arithmetic",
+        "environment=math": "environment.path=problems.jsonl",
+    }
+    composed(option, *filter(None, [yours.get(option)]))
 
 
 @pytest.mark.parametrize("hardware", ["cpu", "gpu"])

@@ -14,7 +14,10 @@ from async_rl.environments.budget import BudgetError, BudgetLimits, ChatBudget, 
 from async_rl.environments.chat import Chat
 from async_rl.environments.functional import Task
 from async_rl.environments.gsm8k import GSM8K
+from async_rl.environments.math_answers import Math, MathAnswers
+from async_rl.environments.reasoning_gym import ReasoningGym
 from async_rl.environments.rollout import make_rollout
+from async_rl.environments.rubric import Rubric
 from async_rl.environments.template import PLAIN_TEMPLATE, ChatTemplate, TemplateError, TemplateRewriteError
 from async_rl.environments.tools import ToolEnvironment
 
@@ -30,10 +33,14 @@ __all__ = [
     "ChatTemplate",
     "ContextFullError",
     "Environment",
+    "Math",
+    "MathAnswers",
+    "ReasoningGym",
     "Reward",
     "RewardError",
     "RewardTimeoutError",
     "RolloutError",
+    "Rubric",
     "SingleTurn",
     "Task",
     "TemplateError",

@@ -10,9 +10,7 @@ from typing import Any, Generic, TypeVar
 
 T = TypeVar("T")
 
-MAX_CHARACTERS = 200
-"""Longer expressions are refused."""
-_MAX_DEPTH = 32  # of parentheses; each costs a few frames of the parser
+_MAX_DEPTH = 32  # of parentheses, signs and powers; each costs a few frames of the parser
 _MAX_BITS = 256  # of a numerator or denominator: about 77 digits
 _TOKEN = re.compile(r"\s*(?:(?P<number>[0-9][0-9,]*(?:\.[0-9]*)?|\.[0-9]+)|(?P<name>[A-Za-z]+)|(?P<sign>\*\*|//|\S))")
 _SAME = {"×": "*", "·": "*", "÷": "/", "−": "-", "–": "-", "^": "**"}
@@ -30,6 +28,7 @@ class ExpressionParser(Generic[T]):
         operations: What each of ``+ - * / // % **`` does.
         name: Makes a value of a name; ``None``: names are refused.
         call: Makes a value of a function's name and its argument; ``None``: calls are refused.
+        max_characters: Longer expressions are refused.
     """
 
     def __init__(
@@ -38,11 +37,13 @@ class ExpressionParser(Generic[T]):
         operations: Mapping[str, Callable[[T, T], T]],
         name: Callable[[str], T] | None = None,
         call: Callable[[str, T], T] | None = None,
+        max_characters: int = 200,
     ) -> None:
         self._number = number
         self._operations = operations
         self._name = name
         self._call = call
+        self._max_characters = max_characters
         self._text = ""
         self._tokens: list[tuple[str, str]] = []
         self._at = 0
@@ -54,8 +55,8 @@ class ExpressionParser(Generic[T]):
         Raises:
             ExpressionError: it is too long, or no expression; says where it stops being one.
         """
-        if len(text) > MAX_CHARACTERS:
-            raise ExpressionError(f"the expression has {len(text)} characters, at most {MAX_CHARACTERS} are allowed")
+        if len(text) > self._max_characters:
+            raise ExpressionError(f"the expression has {len(text)} characters, at most {self._max_characters} fit")
         self._text = text
         self._tokens = [(m.lastgroup or "", m[m.lastgroup or 0]) for m in _TOKEN.finditer(text.rstrip())]
         self._tokens = [(kind, _SAME.get(token, token)) for kind, token in self._tokens]
@@ -89,12 +90,12 @@ class ExpressionParser(Generic[T]):
 
     def _signed(self) -> T:
         if sign := self._take("+", "-"):
-            return self._operations[sign](self._number("0"), self._signed())
+            return self._operations[sign](self._number("0"), self._inside(self._signed))
         return self._power()
 
     def _power(self) -> T:
         base = self._atom()
-        return self._operations["**"](base, self._signed()) if self._take("**") else base
+        return self._operations["**"](base, self._inside(self._signed)) if self._take("**") else base
 
     def _atom(self) -> T:
         if self._take("("):
@@ -113,12 +114,16 @@ class ExpressionParser(Generic[T]):
         return self._name(token)
 
     def _closed(self) -> T:
-        self._depth += 1
-        if self._depth > _MAX_DEPTH:
-            raise ExpressionError(f"more than {_MAX_DEPTH} parentheses inside each other")
-        value = self._sum()
+        value = self._inside(self._sum)
         if not self._take(")"):
             raise self._unexpected()
+        return value
+
+    def _inside(self, part: Callable[[], T]) -> T:
+        self._depth += 1
+        if self._depth > _MAX_DEPTH:
+            raise ExpressionError(f"more than {_MAX_DEPTH} parentheses or signs inside each other")
+        value = part()
         self._depth -= 1
         return value
 

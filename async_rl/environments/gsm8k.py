@@ -13,6 +13,7 @@ from typing import Any, Literal
 from typing_extensions import override
 
 from async_rl.environments.base import SingleTurn
+from async_rl.environments.math_answers import MathAnswers
 from async_rl.environments.numbers import final_number
 from async_rl.environments.rows import RowError, read_rows
 
@@ -39,7 +40,7 @@ class Problems:
 
 
 class GSM8K(SingleTurn):
-    """Word problems with one number as the answer; 1 if the completion's final number is it, else 0.
+    """Word problems with one number as the answer; 1 if the completion's final answer is it, else 0.
 
     The final number is the one after ``####``, or the last one. Data is taken from the first of: ``path``; the Hub's
     cache; the Hub (``openai/gsm8k``); with no network and ``strict`` off, GSM-Symbolic problems made by the package
@@ -51,6 +52,8 @@ class GSM8K(SingleTurn):
             (ending with ``#### number``).
         strict: Refuse the stand-in.
         eval_size: Evaluate on so many problems, >= 1; default all of the test split.
+        answer_check: ``"number"`` compares the final numbers; ``"math_verify"`` the final answers as mathematics (see
+            :class:`~async_rl.environments.math_answers.MathAnswers`), for models that answer in LaTeX.
         name: Name for metrics and the ledger.
 
     Attributes:
@@ -66,11 +69,15 @@ class GSM8K(SingleTurn):
         path: str | os.PathLike[str] | None = None,
         strict: bool = False,
         eval_size: int | None = None,
+        answer_check: Literal["number", "math_verify"] = "number",
         name: str = "gsm8k",
     ) -> None:
         if eval_size is not None and eval_size < 1:
             raise ValueError(f"environment.eval_size={eval_size}: must be >= 1, or null for all")
+        if answer_check not in ("number", "math_verify"):
+            raise ValueError(f'environment.answer_check={answer_check!r}: must be "number" or "math_verify"')
         self.name = name
+        self._answers = MathAnswers() if answer_check == "math_verify" else None
         problems = find_problems(path, strict, eval_size)
         self.source = problems.source
         self._train = problems.train
@@ -86,7 +93,10 @@ class GSM8K(SingleTurn):
 
     @override
     def reward(self, prompt: Mapping[str, Any], completion: str) -> float:
-        return float(final_number(completion) == final_number(prompt["answer"]))
+        right = final_number(prompt["answer"])
+        if self._answers is not None:
+            return float(self._answers.same(str(right), completion))
+        return float(final_number(completion) == right)
 
 
 def find_problems(path: str | os.PathLike[str] | None, strict: bool, eval_size: int | None) -> Problems:

@@ -26,7 +26,7 @@ class WorkerProcess:
     it ends when this object does, when the run does, and within a second of the run's own process being killed.
 
     Args:
-        target: The function to call, ``"package.module:function"``; arguments and result are JSON.
+        module: The module whose functions may be called; arguments and results are JSON.
         timeout_s: Deadline of one call in seconds, > 0; starting a process does not count.
         processes: Calls that may run at once, >= 1.
 
@@ -34,20 +34,25 @@ class WorkerProcess:
         ValueError: a number out of range.
     """
 
-    def __init__(self, target: str, *, timeout_s: float = 5.0, processes: int = 1) -> None:
+    def __init__(self, module: str, *, timeout_s: float = 5.0, processes: int = 1) -> None:
         if not timeout_s > 0:
             raise ValueError(f"timeout_s={timeout_s} must be > 0")
         if processes < 1:
             raise ValueError(f"processes={processes} must be >= 1")
         self._timeout_s = timeout_s
         self._idle: queue.LifoQueue[_Child] = queue.LifoQueue()
-        children = [_Child(target) for _ in range(processes)]
+        children = [_Child(module) for _ in range(processes)]
         for child in children:
             self._idle.put(child)
         self._finalizer = weakref.finalize(self, _kill_all, children)  # at the interpreter's exit, too
 
-    def call(self, *arguments: Any) -> Any:
-        """Call the function; blocks, so it belongs off the event loop (``call_user``).
+    def call(self, function: str, *arguments: Any, timeout_s: float | None = None) -> Any:
+        """Call a function of the module; blocks, so it belongs off the event loop (``call_user``).
+
+        Args:
+            function: Its name.
+            *arguments: What to call it with.
+            timeout_s: Another deadline for this call.
 
         Raises:
             RewardTimeoutError: it took longer than ``timeout_s``; its process was killed.
@@ -55,7 +60,7 @@ class WorkerProcess:
         """
         child = self._idle.get()
         try:
-            return child.call(arguments, self._timeout_s)
+            return child.call(function, arguments, timeout_s or self._timeout_s)
         finally:
             self._idle.put(child)
 
@@ -71,18 +76,19 @@ class WorkerProcess:
 class _Child:
     """One child process, started on demand. For one thread at a time."""
 
-    def __init__(self, target: str) -> None:
-        self._target = target
+    def __init__(self, module: str) -> None:
+        self._module = module
         self._process: subprocess.Popen[bytes] | None = None
 
-    def call(self, arguments: tuple[Any, ...], timeout_s: float) -> Any:
+    def call(self, function: str, arguments: tuple[Any, ...], timeout_s: float) -> Any:
         process = self._running()
+        request = {"function": function, "arguments": arguments, "timeout_s": timeout_s}
         try:
-            reply = _exchange(process, {"arguments": arguments, "timeout_s": timeout_s}, timeout_s)
+            reply = _exchange(process, request, timeout_s)
         except TimeoutError:
             self.kill()
             raise RewardTimeoutError(
-                f"{self._target} took more than {timeout_s:g} s for {shorten(arguments)}; its process was killed"
+                f"{function} took more than {timeout_s:g} s for {shorten(arguments)}; its process was killed"
             ) from None
         except BaseException:
             self.kill()
@@ -92,9 +98,9 @@ class _Child:
             self.kill()
             # The child lets the kernel end it a little after the deadline, should nobody else.
             kind = RewardTimeoutError if code == -14 else RewardError
-            raise kind(f"the process of {self._target} died (exit code {code}) on {shorten(arguments)}")
+            raise kind(f"the process of {function} died (exit code {code}) on {shorten(arguments)}")
         if "error" in reply:
-            raise RewardError(f"{self._target} raised {reply['error']} for {shorten(arguments)}")
+            raise RewardError(f"{function} raised {reply['error']} for {shorten(arguments)}")
         return reply["value"]
 
     def kill(self) -> None:
@@ -111,9 +117,10 @@ class _Child:
             self.kill()
         if self._process is None:
             self._process = process = subprocess.Popen(
-                [sys.executable, "-m", "async_rl.environments.worker_child", self._target, str(os.getpid())],
+                [sys.executable, "-m", "async_rl.environments.worker_child", self._module, str(os.getpid())],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
+                env={**os.environ, "PYTHONHASHSEED": "0"},  # the order of sets is the same in every process and run
                 start_new_session=True,  # Ctrl-C is the run's to handle
             )
             try:
@@ -124,7 +131,7 @@ class _Child:
             if ready is None or "error" in ready:
                 self.kill()
                 why = "it died while starting, see its output" if ready is None else ready["error"]
-                raise RewardError(f"the process of {self._target} cannot start: {why}")
+                raise RewardError(f"the process of {self._module} cannot start: {why}")
         return self._process
 
 
@@ -134,7 +141,8 @@ def _exchange(process: subprocess.Popen[bytes], request: Any, timeout_s: float) 
     Raises:
         TimeoutError: no line within ``timeout_s`` seconds.
     """
-    assert process.stdin is not None and process.stdout is not None
+    assert process.stdin is not None
+    assert process.stdout is not None
     deadline_s = time.monotonic() + timeout_s
     if request is not None:
         try:

@@ -16,11 +16,11 @@ _GRACE_S = 1.0
 
 
 def main() -> None:
-    """``python -m async_rl.environments.worker_child package.module:function parent_pid``."""
-    target, parent_pid = sys.argv[1], int(sys.argv[2])
+    """``python -m async_rl.environments.worker_child package.module parent_pid``."""
+    name, parent_pid = sys.argv[1], int(sys.argv[2])
     threading.Thread(target=_end_with, args=(parent_pid,), daemon=True).start()
     replies = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # what the function prints must not get between the replies
+    os.dup2(2, 1)  # what the functions print must not get between the replies
     signal.signal(signal.SIGALRM, signal.SIG_DFL)
 
     def reply(**content: object) -> None:
@@ -28,8 +28,7 @@ def main() -> None:
         replies.flush()
 
     try:
-        module, _, name = target.partition(":")
-        function = getattr(importlib.import_module(module), name)
+        module = importlib.import_module(name)
     except Exception as error:
         reply(error=f"{type(error).__name__}: {error}")
         return
@@ -41,7 +40,7 @@ def main() -> None:
         # The kernel ends this process soon after the deadline even when its parent is gone and no thread gets to run.
         signal.setitimer(signal.ITIMER_REAL, request["timeout_s"] + _GRACE_S)
         try:
-            value = json.dumps(function(*request["arguments"]))
+            value = json.dumps(getattr(module, request["function"])(*request["arguments"]))
         except Exception as error:
             reply(error=f"{type(error).__name__}: {error}")
         else:

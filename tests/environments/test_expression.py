@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 from fractions import Fraction
 
@@ -59,10 +60,8 @@ def test_anything_else_is_refused_at_once(text: str) -> None:
 @given(st.text(alphabet="0123456789.,+-*/%^() \nax_'[]", max_size=60) | st.text(max_size=60))
 @settings(max_examples=300, deadline=500)
 def test_any_text_gives_a_number_or_an_expression_error(text: str) -> None:
-    try:
+    with contextlib.suppress(ExpressionError):
         assert isinstance(evaluate(text), Fraction)
-    except ExpressionError as error:
-        assert str(error)
 
 
 NUMBERS = st.integers(0, 10**6)

@@ -25,28 +25,40 @@ def importable(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTHONPATH", f"{HERE}{os.pathsep}{os.environ.get('PYTHONPATH', '')}")
 
 
-def serve(kind: str, value: Any = None) -> Any:
-    """What the child runs."""
-    if kind == "echo":
-        print("not a reply")
-        return value
-    if kind == "pid":
-        return os.getpid()
-    if kind == "raise":
-        raise KeyError(value)
-    if kind == "exit":
-        os._exit(7)
-    if kind == "hang":
-        while True:  # a Python loop
-            pass
-    if kind == "power":
-        return 9**9**9  # holds the interpreter: no other thread of the process gets to run
-    if kind == "memory":
-        return len(bytearray(16 << 30))
-    raise AssertionError(kind)
+# what the child runs
 
 
-TARGET = f"{Path(__file__).stem}:serve"
+def echo(value: Any) -> Any:
+    print("not a reply")
+    return value
+
+
+def pid() -> int:
+    return os.getpid()
+
+
+def fail(value: Any) -> None:
+    raise KeyError(value)
+
+
+def leave() -> None:
+    os._exit(7)
+
+
+def hang() -> None:
+    while True:
+        pass
+
+
+def power() -> int:
+    return 9**9**9  # holds the interpreter: no other thread of the process gets to run
+
+
+def memory() -> int:
+    return len(bytearray(16 << 30))
+
+
+MODULE = Path(__file__).stem
 
 
 def alive(pid: int) -> bool:
@@ -65,25 +77,27 @@ def gone(pid: int, seconds: float) -> bool:
 
 
 def test_calls_errors_deadlines_and_crashes() -> None:
-    worker = WorkerProcess(TARGET, timeout_s=0.5)
+    worker = WorkerProcess(MODULE, timeout_s=0.5)
     assert worker.call("echo", {"a": [1, "ü\n"]}) == {"a": [1, "ü\n"]}
     first = worker.call("pid")
     assert first != os.getpid()
-    with pytest.raises(RewardError, match=r"serve raised KeyError: 'x' for \('raise', 'x'\)"):
-        worker.call("raise", "x")
+    with pytest.raises(RewardError, match=r"fail raised KeyError: 'x' for \('x',\)"):
+        worker.call("fail", "x")
     with pytest.raises(RewardError, match="raised MemoryError"):
         worker.call("memory")
     assert worker.call("pid") == first  # an exception costs no process
     with pytest.raises(RewardError, match="died \\(exit code 7\\)"):
-        worker.call("exit")
+        worker.call("leave")
     assert worker.call("echo", 2) == 2
+    with pytest.raises(RewardError, match="no attribute 'nonsense'"):
+        worker.call("nonsense")
     for kind in ("hang", "power"):
-        pid = worker.call("pid")
+        child = worker.call("pid")
         began_s = time.monotonic()
-        with pytest.raises(RewardTimeoutError, match="took more than 0.5 s"):
+        with pytest.raises(RewardTimeoutError, match=r"took more than 0\.5 s"):
             worker.call(kind)
         assert time.monotonic() - began_s < 1.5
-        assert not alive(pid)
+        assert not alive(child)
     last = worker.call("pid")
     del worker
     gc.collect()
@@ -91,7 +105,7 @@ def test_calls_errors_deadlines_and_crashes() -> None:
 
 
 def test_processes_work_side_by_side_for_many_threads() -> None:
-    worker = WorkerProcess(TARGET, processes=2)
+    worker = WorkerProcess(MODULE, processes=2)
     results: list[int] = []
     threads = [threading.Thread(target=lambda n=n: results.append(worker.call("echo", n))) for n in range(20)]
     for thread in threads:
@@ -104,10 +118,10 @@ def test_processes_work_side_by_side_for_many_threads() -> None:
 
 def test_what_cannot_start_says_why() -> None:
     with pytest.raises(RewardError, match="cannot start: ModuleNotFoundError"):
-        WorkerProcess("no_such_module:f").call()
+        WorkerProcess("no_such_module").call("f")
     for bad in ({"timeout_s": 0}, {"processes": 0}):
         with pytest.raises(ValueError, match="must be"):
-            WorkerProcess(TARGET, **bad)  # type: ignore[arg-type]
+            WorkerProcess(MODULE, **bad)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("kind", ["idle", "power"])
@@ -115,16 +129,16 @@ def test_no_process_is_left_when_the_run_is_killed(kind: str, tmp_path: Path) ->
     program = (
         "import threading, time\n"
         "from async_rl.environments.worker import WorkerProcess\n"
-        f"worker = WorkerProcess({TARGET!r}, timeout_s=1.0)\n"
+        f"worker = WorkerProcess({MODULE!r}, timeout_s=1.0)\n"
         "print(worker.call('pid'), flush=True)\n"
         f"if {kind!r} == 'power': threading.Thread(target=worker.call, args=('power',)).start()\n"
         "time.sleep(60)\n"
     )
     run = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True)
     assert run.stdout is not None
-    pid = int(run.stdout.readline())
-    assert alive(pid)
+    child = int(run.stdout.readline())
+    assert alive(child)
     time.sleep(0.2)
     run.send_signal(signal.SIGKILL)
     run.wait()
-    assert gone(pid, 4.0)
+    assert gone(child, 4.0)
