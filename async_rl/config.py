@@ -118,6 +118,9 @@ class RolloutConfig:
     ]
     epochs: Annotated[int | None, Key("passes over the prompts; null: as many as the steps need", ge=1)]
     shuffle: Annotated[bool, Key("reorder the prompts every epoch")]
+    mixture: Annotated[
+        Mapping[str, Any] | None, Key("weights of several environments by name; null: in proportion to their prompts")
+    ]
     last_batch: Annotated[Literal["drop", "train"], Key("what becomes of a short last batch")]
     group_completion: Annotated[Literal["all", "quorum"], Key("wait for all of a group, or go on without stragglers")]
     min_group_size: Annotated[int | None, Key("trajectories that make a quorum", ge=1)]
@@ -155,6 +158,10 @@ class RunSettings:
     parity_check: Annotated[bool, Key("compare log-probabilities of engine and trainer")]
     max_nonfinite_steps: Annotated[int, Key("steps in a row without a finite loss that end the run", ge=1)]
     load_timeout_s: Annotated[float, Key("deadline of one weight load", gt=0)]
+    max_engine_restarts: Annotated[int, Key("dead engines started again, over the run; one more death ends it", ge=0)]
+    stall_timeout_s: Annotated[
+        float | None, Key("seconds without a batch, a finished rollout or a load that end the run; null: any", gt=0)
+    ]
     shutdown_timeout_s: Annotated[float, Key("most seconds the end of a run may take", gt=0)]
     lightning: Annotated[Component, Key("further arguments of lightning.Trainer")]
 

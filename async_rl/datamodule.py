@@ -84,6 +84,8 @@ class RolloutDataModule(LightningDataModule):
         eval_limit: Evaluate on the first so many prompts of the split; default all.
         epochs: Passes over the prompts; default: as many as the steps need.
         shuffle: Reorder the prompts every epoch (by the run's seed).
+        mixture: With several environments, the weight of each in the training prompts, by name: ``{"a": 3, "b": 1}``;
+            default: in proportion to their prompts. Not with ``epochs``.
         last_batch: What happens to a last batch with fewer than ``batch_size`` groups: ``"drop"`` or ``"train"``.
         group_completion: ``"all"``, or ``"quorum"`` to go on without stragglers.
         min_group_size: Trajectories that make a quorum.
@@ -100,6 +102,8 @@ class RolloutDataModule(LightningDataModule):
         rollout_threads: Event loops that run rollouts, >= 1.
         filter_zero_variance: End groups whose rewards are all equal as filtered; they carry no signal.
         load_timeout_s: Deadline of one weight load.
+        max_engine_restarts: How often engines whose process died are started again in a run, >= 0; one more death ends
+            it.
         forward_backward_batch: At ``max_staleness=0``, train complete groups while others of their batch still run:
             ``"auto"`` (where advantages are group-centred), ``"off"``, or how much has to be complete, of which either
             is enough: ``{"min_sequences": 64, "min_tokens": 131072}``.
@@ -122,6 +126,7 @@ class RolloutDataModule(LightningDataModule):
         eval_limit: int | None = None,
         epochs: int | None = None,
         shuffle: bool = True,
+        mixture: Mapping[str, float] | None = None,
         last_batch: Literal["drop", "train"] = "drop",
         group_completion: Literal["all", "quorum"] = "all",
         min_group_size: int | None = None,
@@ -137,6 +142,7 @@ class RolloutDataModule(LightningDataModule):
         rollout_threads: int = 2,
         filter_zero_variance: bool = False,
         load_timeout_s: float = 120.0,
+        max_engine_restarts: int = 3,
         forward_backward_batch: Literal["auto", "off"] | Mapping[str, Any] = "auto",
     ) -> None:
         super().__init__()
@@ -153,6 +159,7 @@ class RolloutDataModule(LightningDataModule):
         self.eval_limit = eval_limit
         self.epochs = epochs
         self.shuffle = shuffle
+        self.mixture = mixture
         self.last_batch = last_batch
         self.group_completion = group_completion
         self.min_group_size = min_group_size
@@ -168,6 +175,7 @@ class RolloutDataModule(LightningDataModule):
         self.rollout_threads = rollout_threads
         self.filter_zero_variance = filter_zero_variance
         self.load_timeout_s = load_timeout_s
+        self.max_engine_restarts = max_engine_restarts
         self.forward_backward_batch = forward_backward_batch
         self.train_rows: dict[str, Sequence[Mapping[str, Any]]] = {}
         self.eval_prompts: list[Prompt] = []
@@ -189,7 +197,7 @@ class RolloutDataModule(LightningDataModule):
 
     def prompt_stream(self, seed: int) -> PromptStream:
         """The training prompts in the order of a run with this seed."""
-        return PromptStream(self.train_rows, epochs=self.epochs, shuffle=self.shuffle, seed=seed)
+        return PromptStream(self.train_rows, epochs=self.epochs, shuffle=self.shuffle, seed=seed, mixture=self.mixture)
 
     @override
     def train_dataloader(self) -> BatchFeed:

@@ -211,6 +211,7 @@ def _build_datamodule(config: RunConfig, environment: Any, engine: Any) -> Rollo
         eval_samples=config.run.evaluation.samples,
         eval_limit=config.run.evaluation.limit,
         load_timeout_s=config.run.load_timeout_s,
+        max_engine_restarts=config.run.max_engine_restarts,
         **rollout,
     )
 
@@ -265,12 +266,14 @@ def _build_trainer(config: RunConfig) -> AsyncRLTrainer:
         seed=config.seed,
         run_dir=config.run_dir,
         resume=config.resume,
+        resume_allow=config.resume_allow,
         eval_every=config.eval_every,
         evaluate_at=config.run.evaluation.at,
         checkpoint_every=config.run.checkpoint_every,
         checkpoint_every_s=config.run.checkpoint_every_s,
         keep_last=config.run.keep_last,
         parity_check=config.run.parity_check,
+        stall_timeout_s=config.run.stall_timeout_s,
         shutdown_timeout_s=config.run.shutdown_timeout_s,
         callbacks=all_of(config.callbacks),
         logger=all_of(config.logger),

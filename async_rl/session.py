@@ -138,6 +138,10 @@ class RolloutSession:
         """Generated tokens per wall second since the session began."""
         return (self.generated_tokens() - self._tokens_before) / max(time.monotonic() - self.started_s, 1e-9)
 
+    def ask(self, engine: Engine, question: Callable[[], Coroutine[Any, Any, T]], poll: Callable[[], None]) -> T:
+        """Await an answer of an engine that serves; once more, if it died over it and came back."""
+        return self.orchestrator.ask_engine(engine, lambda: wait_for(in_thread(question, "question"), poll), poll)
+
     def publish(self, weights: Iterable[tuple[str, torch.Tensor]], version: int) -> float:
         """Copy the weights aside and hand them to the engines; returns the seconds the copy took."""
         began_s = time.monotonic()

@@ -52,13 +52,17 @@ class ShutdownDeadline:
         """Seconds left; all of them before :meth:`start`."""
         return max(self._deadline_s - time.monotonic(), 0.0) if self._running else self.timeout_s
 
-    def start(self) -> None:
-        """The end of the run begins. Calling it again changes nothing."""
+    def start(self, owner: threading.Thread | None = None) -> None:
+        """The end of the run begins. Calling it again changes nothing.
+
+        Args:
+            owner: The thread that has to come to the end; default: this one.
+        """
         with self._changed:
             if self._running or math.isinf(self.timeout_s):
                 return
             self._running = True
-            self._owner = threading.current_thread()
+            self._owner = owner or threading.current_thread()
             self._deadline_s = time.monotonic() + self.timeout_s
         self._arm()
         threading.Thread(target=self._watch, name="shutdown-deadline", daemon=True).start()
@@ -90,7 +94,7 @@ class ShutdownDeadline:
 
     def _arm(self) -> None:
         with contextlib.suppress(ValueError, OSError, AttributeError):  # no error stream: no second line of defence
-            faulthandler.dump_traceback_later(self.remaining_s + _AFTER_S, exit=True, file=sys.__stderr__)
+            faulthandler.dump_traceback_later(self.remaining_s + _AFTER_S, exit=True, file=sys.__stderr__)  # type: ignore[arg-type]
 
     def _watch(self) -> None:
         with self._changed:

@@ -26,13 +26,14 @@ from async_rl.callbacks.run_loop import RunLoop
 from async_rl.checkpoint_io import DurableCheckpointIO
 from async_rl.datamodule import RolloutDataModule
 from async_rl.policy import PolicyModule
+from async_rl.resume_rules import MEANING, may_be_allowed
 from async_rl.run_end import EXIT_ERROR, EXIT_FINISHED, EXIT_INTERRUPTED, RunEnd
-from async_rl.session import RolloutSession, close_engines, in_thread, start_engines, wait_for
+from async_rl.session import RolloutSession, close_engines, start_engines, wait_for
 from async_rl.shutdown import ShutdownDeadline, leave_behind
 from async_rl.signals import StopSignals
 from async_rl.types import Batch, EvalBatch
 from async_rl.weights.parity import check_parity, mean_tolerance
-from async_rl.wiring import StalenessSettings, check_settings, open_session
+from async_rl.wiring import StalenessSettings, check_record, check_settings, open_session
 
 log = logging.getLogger(__name__)
 
@@ -67,6 +68,8 @@ class AsyncRLTrainer(pl.Trainer):
         seed: Seed of sampling and prompt order.
         run_dir: Where ledger, checkpoints and logs go.
         resume: Continue from the newest complete checkpoint in ``run_dir``, or from version 0 where there is none yet.
+        resume_allow: What may differ from what the run recorded, though it changes the meaning of its data:
+            ``"environment"``, ``"model"``, ``"batch_size"``, ``"group_size"``, ``"seed"``, ``"rollout.epochs"``, ...
         eval_every: Evaluate every so many steps; 0: only at start and end.
         evaluate_at: ``"ends"`` evaluates before the first and after the last step, ``"never"`` not at all.
         checkpoint_every: Save a checkpoint every so many steps; 0: not by steps.
@@ -74,6 +77,8 @@ class AsyncRLTrainer(pl.Trainer):
             saved at the end in any case, unless the end is an error.
         keep_last: Checkpoints kept.
         parity_check: Compare engine and trainer log-probabilities before the first rollout and after the first update.
+        stall_timeout_s: Seconds in which no batch was trained, no rollout ended and no weights were loaded, after which
+            the run ends with a report in ``stall.txt``; ``None``: never.
         shutdown_timeout_s: Most seconds the end of a run may take, from the last step or the error on, without the
             last evaluation and the saving of the checkpoint. Then the process is ended with exit code 1;
             ``math.inf``: never.
@@ -99,12 +104,14 @@ class AsyncRLTrainer(pl.Trainer):
         seed: int = 0,
         run_dir: str | os.PathLike[str] = "runs/latest",
         resume: bool = False,
+        resume_allow: Sequence[str] = (),
         eval_every: int = 0,
         evaluate_at: Literal["ends", "never"] = "ends",
         checkpoint_every: int = 0,
         checkpoint_every_s: float | None = 1800.0,
         keep_last: int = 2,
         parity_check: bool = True,
+        stall_timeout_s: float | None = 1800.0,
         shutdown_timeout_s: float = 30.0,
         callbacks: Sequence[pl.Callback] | pl.Callback | None = None,
         logger: Any = None,
@@ -116,6 +123,13 @@ class AsyncRLTrainer(pl.Trainer):
                     f"AsyncRLTrainer: {key}={lightning_kwargs[key]!r} has no meaning here; "
                     "use max_steps and eval_every, which count policy versions"
                 )
+        for name in resume_allow:
+            if not may_be_allowed(name):
+                raise ValueError(
+                    f"AsyncRLTrainer: resume_allow={name!r} is nothing a resume refuses; give of {', '.join(MEANING)}"
+                )
+        if resume_allow and not resume:
+            raise ValueError(f"AsyncRLTrainer: resume_allow={list(resume_allow)} without resume=True has no effect")
         self.staleness = StalenessSettings(
             max_staleness=max_staleness,
             admit_ahead=admit_ahead,
@@ -127,8 +141,10 @@ class AsyncRLTrainer(pl.Trainer):
         self.seed = seed
         self.run_dir = Path(run_dir)
         self.resume = resume
+        self.resume_allow = tuple(resume_allow)
         self.evaluate_at = evaluate_at
         self.parity_check = parity_check
+        self.stall_timeout_s = stall_timeout_s
         self.shutdown = ShutdownDeadline(shutdown_timeout_s)
         self.end = RunEnd("not run", EXIT_ERROR)
         self.evaluations: list[dict[str, float]] = []
@@ -264,7 +280,12 @@ class AsyncRLTrainer(pl.Trainer):
     # called by the run loop and the loaders
 
     def start_engines(self) -> None:
-        """Begin to start the engines in the background, while Lightning sets up the rest."""
+        """Begin to start the engines in the background, while Lightning sets up the rest.
+
+        Raises:
+            SettingError: the run's record means something else with what changed since.
+        """
+        check_record(self, self.lightning_module, self.datamodule)  # type: ignore[attr-defined]
         self._engine_start = start_engines(self.datamodule.engines)  # type: ignore[attr-defined]
 
     def open_session(self) -> None:
@@ -364,7 +385,7 @@ class AsyncRLTrainer(pl.Trainer):
             for engine in self.session.engines:
                 tolerance = mean_tolerance(trainer_dtype if engine.dtype == "auto" else engine.dtype, trainer_dtype)
                 check = partial(check_parity, engine, policy.logprobs, sequences, tolerance=tolerance, version=version)
-                report = wait_for(in_thread(check, "parity-check"), self._poll_or_stop)
+                report = self.session.ask(engine, check, self._poll_or_stop)
                 log.info(
                     "%s serves the weights of version %d: log-probabilities differ from the trainer's by %.2g on "
                     "average (at most %.2g), %.2g would be refused",

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+import threading
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -214,6 +215,8 @@ def orchestrator_settings(
         last_batch=data.last_batch,
         filter_zero_variance=data.filter_zero_variance,
         load_timeout_s=data.load_timeout_s,
+        max_engine_restarts=data.max_engine_restarts,
+        stall_timeout_s=trainer.stall_timeout_s,
         forward_backward_batch=forward_backward_batch(data.forward_backward_batch, staleness, policy),
     )
 
@@ -247,6 +250,7 @@ def open_session(trainer: AsyncRLTrainer, policy: PolicyModule, data: RolloutDat
         ledger=ledger,
         start_version=version,
         recovered=_recover(ledger, version, settings) if trainer.resume or version else None,
+        on_stall=_end_stalled(trainer),
     )
     return RolloutSession(
         engines=data.engines,
@@ -281,6 +285,17 @@ def _recover(ledger: Ledger, version: int, settings: OrchestratorSettings) -> Re
             *(len(recovered.reissued), settings.max_staleness),
         )
     return recovered.recovery
+
+
+def _end_stalled(trainer: AsyncRLTrainer) -> Callable[[str], None]:
+    """What to do with the report of a stall: the thread that fits has to end the run in time, or the process ends."""
+    owner = threading.current_thread()
+
+    def end(report: str) -> None:
+        trainer.shutdown.start(owner)
+        (trainer.run_dir / "stall.txt").write_text(report)
+
+    return end
 
 
 def _publisher_for(engines: Sequence[Engine], policy: PolicyModule) -> WeightPublisher:

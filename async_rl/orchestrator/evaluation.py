@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from async_rl.orchestrator.records import EngineSlot, Flight, Landing, RolloutFn, reason_of
 from async_rl.types import EvalResult, Prompt
@@ -101,30 +101,55 @@ class Evaluation:
 
 
 class Evaluations:
-    """Those that are going on. Belongs to whoever holds the room's lock.
+    """Those that are going on.
 
     Args:
         slots: All engines.
+        max_concurrent: Most samples in the air.
+        launch: Hands flights to the rollout threads.
     """
 
-    def __init__(self, slots: Sequence[EngineSlot]) -> None:
+    def __init__(
+        self, slots: Sequence[EngineSlot], *, max_concurrent: int, launch: Callable[[Sequence[Flight]], None]
+    ) -> None:
         self._slots = slots
+        self._max_concurrent = max_concurrent
+        self._launch = launch
         self._going_on: list[Evaluation] = []
         self._next_id = -1
 
-    def begin(self, prompts: Sequence[Prompt], samples: int, rollout: RolloutFn) -> Evaluation:
-        """Begin one; raises as :class:`Evaluation` does."""
+    def run(
+        self,
+        prompts: Sequence[Prompt],
+        samples: int,
+        rollout: RolloutFn,
+        wait: Callable[[Callable[[], bool]], None],
+    ) -> list[EvalResult]:
+        """One evaluation, from the main thread; raises as :class:`Evaluation` does.
+
+        Args:
+            prompts: What to evaluate.
+            samples: Samples per prompt.
+            rollout: What runs one attempt.
+            wait: Blocks until the given function, called under the room's lock, returns ``True``.
+        """
         evaluation = Evaluation(prompts, samples, rollout, self._slots, first_id=self._next_id)
         self._next_id -= evaluation.total
         self._going_on.append(evaluation)
-        return evaluation
 
-    def end(self, evaluation: Evaluation) -> None:
-        """It is over, or broken off: what still lands of it is ignored."""
-        self._going_on.remove(evaluation)
+        def over() -> bool:
+            if flights := evaluation.launch(self._max_concurrent):
+                self._launch(flights)
+            return evaluation.over
+
+        try:
+            wait(over)
+        finally:  # what still lands of one that was broken off is ignored
+            self._going_on.remove(evaluation)
+        return evaluation.results()
 
     def take_out(self, landing: Landing) -> bool:
-        """Take the flights of evaluations out of a landing; whether there were any."""
+        """Take the flights of evaluations out of a landing, under the room's lock; whether there were any."""
         finished = [flight for flight in landing.finished if flight.group_id < 0]
         lost = [flight for flight, _ in landing.lost if flight.group_id < 0]
         if not finished and not lost:

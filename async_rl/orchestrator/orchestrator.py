@@ -37,6 +37,8 @@ from async_rl.orchestrator.room import Room
 from async_rl.orchestrator.seeds import sampling_seed
 from async_rl.orchestrator.settings import OrchestratorSettings
 from async_rl.orchestrator.sinks import TrainSink
+from async_rl.orchestrator.stacks import describe_threads
+from async_rl.orchestrator.stall import StallWatchdog
 from async_rl.orchestrator.supervisor import Supervisor
 from async_rl.orchestrator.version import PolicyVersion
 from async_rl.orchestrator.waiting import MainThread, Poll
@@ -64,6 +66,7 @@ class Orchestrator:
         ledger: The run's record, open; closed by the caller, after :meth:`close`.
         start_version: The policy version of the weights the run starts with.
         recovered: What an earlier process left (``Ledger.recover(start_version)``).
+        on_stall: Takes the report of a stall (``stall_timeout_s``), on a thread of its own; the run fails besides.
 
     Raises:
         ValueError: A setting is out of range, or two contradict each other.
@@ -80,6 +83,7 @@ class Orchestrator:
         ledger: AnyLedger,
         start_version: int = 0,
         recovered: Recovery | None = None,
+        on_stall: Callable[[str], None] = lambda report: None,
     ) -> None:
         if not engines:
             raise ValueError("engine: no engine given, nothing could be sampled")
@@ -91,7 +95,6 @@ class Orchestrator:
         self._events: deque[Event] = deque()
         self._closed = False
         self._untrainable_in_a_row = 0
-        self._turn = itertools.count()
 
         self._room = room = Room()
         self._supervisor = Supervisor(room.wake_all)
@@ -133,12 +136,17 @@ class Orchestrator:
             RolloutThread(settings=s, make_seed=partial(sampling_seed, s.seed), land=self._land, crashed=fail)
             for _ in range(s.rollout_threads)
         ]
-        self._evaluations = Evaluations(self._slots)
+        launch = partial(spread, threads=self._rollout_threads, turn=itertools.count())
+        self._evaluations = Evaluations(self._slots, max_concurrent=s.max_concurrent, launch=launch)
         self._restarts = EngineRestarts(
+            room, self._slots, max_restarts=s.max_engine_restarts, abandon=self._abandon, supervisor=self._supervisor
+        )
+        self._stall = StallWatchdog(
             room,
-            self._slots,
-            max_restarts=s.max_engine_restarts,
-            abandon=self._abandon,
+            timeout_s=s.stall_timeout_s,
+            numbers=lambda: self.snapshot() | {"planner": self._batches.waiting_for},
+            stacks=describe_threads,
+            on_stall=on_stall,
             supervisor=self._supervisor,
         )
         self._dispatcher = Dispatcher(
@@ -148,7 +156,7 @@ class Orchestrator:
             reissue=[admission for admission in unfinished if not admission.landed],
             next_group_id=recovery.next_group_id,
             record=ledger.admit,
-            launch=lambda flights: spread(flights, self._rollout_threads, self._turn),
+            launch=launch,
             supervisor=self._supervisor,
         )
         self._watcher = WeightWatcher(
@@ -156,7 +164,7 @@ class Orchestrator:
             self._slots,
             load_timeout_s=s.load_timeout_s,
             emit=emit,
-            observe=partial(self._meters.took, "load"),
+            observe=self._loaded,
             died=self._restarts.died,
             supervisor=self._supervisor,
         )
@@ -170,6 +178,7 @@ class Orchestrator:
             self._supervisor.spawn(f"rollout-{i}", thread.run)
         self._supervisor.spawn("watcher", self._watcher.run)
         self._supervisor.spawn("engines", self._restarts.run)
+        self._supervisor.spawn("stall", self._stall.run, may_end=True)
         self._supervisor.spawn("dispatcher", self._dispatcher.run)
         self._supervisor.spawn("metrics", self._metrics.run)
 
@@ -296,11 +305,13 @@ class Orchestrator:
     def batch_trained(self, batch: Batch) -> None:
         """The batch updated the policy: the trained version moves by one, its groups end as trained."""
         self._batches.end(batch, Outcome.TRAINED, "")
+        self._stall.note(f"the batch of version {batch.version} was trained")
         self._untrainable_in_a_row = 0
 
     def batch_dropped(self, batch: Batch, reason: str) -> None:
         """The batch made no update: its groups end as dropped, their places come back, the version stays."""
         self._batches.end(batch, Outcome.DROPPED, reason)
+        self._stall.note(f"the batch of version {batch.version} was dropped")
         if not any(t.trainable_tokens for t in batch.trajectories):
             self._untrainable_in_a_row += 1
             report = EmptyBatchReport(len(batch.groups), untrainable=True, in_a_row=self._untrainable_in_a_row)
@@ -314,18 +325,8 @@ class Orchestrator:
         Returns:
             One result per prompt, in order; failures are listed beside the finished samples.
         """
-        evaluation = self._evaluations.begin(prompts, samples, rollout)
-
-        def over() -> bool:
-            if flights := evaluation.launch(self.settings.max_concurrent):
-                spread(flights, self._rollout_threads, self._turn)
-            return evaluation.over
-
-        try:
-            self._main.wait("the evaluation", over, poll)
-        finally:
-            self._evaluations.end(evaluation)
-        return evaluation.results()
+        wait = partial(self._main.wait, "the evaluation", poll=poll)
+        return self._evaluations.run(prompts, samples, rollout, wait)
 
     # what happened
 
@@ -381,7 +382,13 @@ class Orchestrator:
         for thread in self._rollout_threads:
             thread.abandon(slot)
 
+    def _loaded(self, seconds: float) -> None:
+        self._meters.took("load", seconds)
+        self._stall.note("an engine loaded weights")
+
     def _land(self, landing: Landing) -> None:
+        if landing.outcomes or landing.lost:
+            self._stall.note("a rollout ended")
         with self._room.lock:
             if self._closed:
                 return

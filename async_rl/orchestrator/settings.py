@@ -52,6 +52,8 @@ class OrchestratorSettings:
         filter_zero_variance: End groups whose rewards are all equal as filtered.
         load_timeout_s: Deadline of one weight load into one engine.
         max_engine_restarts: How often a dead engine is started again, over the run and all engines, ``>= 0``.
+        stall_timeout_s: Seconds in which no batch was trained or dropped, no rollout attempt ended and no weights were
+            loaded that end the run with a report; ``None``: any number.
         metrics_interval_s: How often gauges are read.
         forward_backward_batch: Hand out complete groups while others of the batch still run (needs S = 0 and ``wait``).
     """
@@ -77,6 +79,7 @@ class OrchestratorSettings:
     filter_zero_variance: bool = False
     load_timeout_s: float = 120.0
     max_engine_restarts: int = 3
+    stall_timeout_s: float | None = None
     metrics_interval_s: float = 1.0
     forward_backward_batch: ForwardBackwardBatch | None = None
 
@@ -92,6 +95,8 @@ class OrchestratorSettings:
         for key in ("rollout_timeout_s", "load_timeout_s", "metrics_interval_s"):
             if not getattr(self, key) > 0:
                 raise ValueError(f"{key}={getattr(self, key)} must be > 0 seconds")
+        if self.stall_timeout_s is not None and not self.stall_timeout_s > 0:
+            raise ValueError(f"stall_timeout_s={self.stall_timeout_s} must be > 0 seconds, or None for no watchdog")
         for key, values in (
             ("stale_policy", ("wait", "mask", "allow")),
             ("sampling_policy", ("auto", "segment", "trajectory")),

@@ -33,9 +33,10 @@ class WeightWatcher:
     """Owns every weight load. What is loaded is what is served: the version moves after ``load_weights`` returned.
 
     Engines load one after the other, those that serve nothing first, always the newest published version, so that none
-    opens behind what another has served; what was published in between and read by nobody is released unread. The newest version is kept until there is a newer one,
-    for an engine that comes back. An engine that drains is closed to new groups until its groups in flight are finished
-    and it has loaded. A failed or timed-out load ends the run and bumps nothing.
+    opens behind what another has served; what was published in between and read by nobody is released unread. The
+    newest version is kept until there is a newer one, for an engine that comes back. An engine that drains is closed to
+    new groups until its groups in flight are finished and it has loaded. A failed or timed-out load ends the run and
+    bumps nothing.
 
     Args:
         room: The lock and its conditions.

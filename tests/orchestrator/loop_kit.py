@@ -161,6 +161,7 @@ def running(
     recovered: Any = None,
     resume: bool = True,
     close_s: float = 5.0,
+    on_stall: Callable[[str], None] = lambda report: None,
     **settings: Any,
 ) -> Any:
     """An orchestrator whose engines serve ``start_version``; closed at the end, with every group accounted for."""
@@ -174,6 +175,7 @@ def running(
         ledger=record,
         start_version=start_version,
         recovered=recovered,
+        on_stall=on_stall,
     )
     orchestrator.start()
     try:
