@@ -29,6 +29,7 @@ from omegaconf.errors import OmegaConfBaseException
 from async_rl.config import ConfigError, Problem, RunConfig, keys_help, known_keys
 from async_rl.config_check import nearest, parse
 from async_rl.earlier_config import Continued, continued
+from async_rl.engines.vllm_server_address import without_secret
 from async_rl.targets import check_targets
 
 REPOSITORY = Path(__file__).resolve().parent.parent
@@ -174,7 +175,7 @@ class Origins:
             if inside is not None and _has(node := _load(file), inside):
                 section = self._config.get(group)
                 if isinstance(section, Mapping) and section.get("_target_") != node.get("_target_"):
-                    return f" (left over from {_shown(file)}; leave it out with {group}=null, or in a recipe with " + (
+                    return f" (left over from {_shown(file)}; leave it out with ~{group}, or in a recipe with " + (
                         f"`override /{group}: null` in its defaults)"
                     )
                 return f" (from {_shown(file)})"
@@ -228,8 +229,8 @@ class SweepCheck(Callback):
 
 
 def report(message: str) -> None:
-    """Print a config problem to the error stream, plainly."""
-    print(f"config error: {message}", file=sys.stderr)
+    """Print a config problem to the error stream, plainly, without the secrets that may be in it."""
+    print(f"config error: {without_secret(message)}", file=sys.stderr)
 
 
 def recipe_name(choices: Mapping[str, Any]) -> str:

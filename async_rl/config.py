@@ -236,6 +236,7 @@ COMPONENT_RANGES: Mapping[str, Range] = {
     "engine.kv_cache_gib": Range(gt=0),
     "engine.start_timeout_s": Range(gt=0),
     "engine.kv_max_age": Range(ge=0),
+    "engine.replicas": Range(ge=1),
 }
 """Ranges of what our own components take, so that they are refused before the component is imported."""
 

@@ -20,6 +20,7 @@ from async_rl.config import (
     known_keys,
     optimizer_extras,
 )
+from async_rl.config_engine import engine_rules
 from async_rl.resume_rules import MEANING, may_be_allowed
 
 T = TypeVar("T")
@@ -155,8 +156,10 @@ def _contradictions(config: RunConfig) -> list[Problem]:
         _group_rules,
         _ahead_rules,
         _sampling_rules,
+        _mixture_rules,
         _budget_rules,
         _loss_rules,
+        engine_rules,
         _directory_rules,
     )
     return [problem for rule in rules for problem in rule(config)]
@@ -299,6 +302,31 @@ def _budget_rules(c: RunConfig) -> Iterator[Problem]:
                 f"{sampling.max_tokens} is more than rollout.max_generated_tokens={generated} allows for all turns; "
                 "lower it, or raise that",
             )
+
+
+def _mixture_rules(c: RunConfig) -> Iterator[Problem]:
+    key, mixture = "rollout.mixture", c.rollout.mixture
+    if mixture is None:
+        return
+    if "_target_" in c.environment:
+        yield Problem(
+            key, "is for several environments; give them as environment: {one: {_target_: ...}, two: ...}, or remove it"
+        )
+        return
+    for name, weight in mixture.items():
+        if name not in c.environment:
+            yield unknown_key(f"{key}.{name}", map(str, c.environment), ())
+        elif not _is_number(weight) or weight not in Range(gt=0):
+            yield Problem(f"{key}.{name}", f"{weight!r} is not possible; give a number > 0, or leave it out of both")
+    for name in c.environment:
+        if name not in mixture:
+            yield Problem(key, f"has no weight for the environment {name}; give it one")
+    if c.rollout.epochs is not None:
+        yield Problem(
+            key,
+            f"with rollout.epochs={c.rollout.epochs}, either each prompt comes so often or each environment has its "
+            "share; set one of them to null",
+        )
 
 
 def _loss_rules(c: RunConfig) -> Iterator[Problem]:

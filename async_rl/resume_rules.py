@@ -15,15 +15,18 @@ MEANING = (
     "seed",
     "rollout.epochs",
     "rollout.shuffle",
+    "rollout.mixture",
     "rollout.sampling.temperature",
 )
 """Keys (sections with all they hold) that say which prompt a group is for, what a batch is and what tokens mean."""
+_MEASURED = ("model", "model.weights", "model.vocabulary")
+"""What the trainer finds out beyond the config."""
 _ABSENT = "nothing"
 
 
 def may_be_allowed(name: str) -> bool:
-    """Whether ``resume_allow`` may hold this name: a key of :data:`MEANING`, one inside it, or its section's name."""
-    return name == "model" or any(name == key or name.startswith(f"{key}.") for key in MEANING)
+    """Whether ``resume_allow`` may hold this name: a key of :data:`MEANING` or one inside it, or ``model``."""
+    return name in _MEASURED or any(name == key or name.startswith(f"{key}.") for key in MEANING)
 
 
 def refusal(

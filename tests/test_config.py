@@ -77,6 +77,37 @@ def test_one_recipe_holds_the_settings_of_a_cpu_and_of_a_gpu_and_an_override_bea
     assert (cpu.max_staleness, cpu.rollout.sampling.max_tokens) == (1, 7)
 
 
+TWO = (
+    "~environment",
+    "+environment.sums={_target_: async_rl.environments.Arithmetic}",
+    "+environment.big={_target_: async_rl.environments.Arithmetic, digits: 3}",
+)
+
+
+def test_several_environments_and_their_weights():
+    config = composed(*TWO, "rollout.mixture={sums: 3, big: 0.5}")
+    assert (list(config.environment), config.rollout.mixture) == (["sums", "big"], {"sums": 3, "big": 0.5})
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["rollout.mixture={a: 1}"], "rollout.mixture: is for several environments"),
+        ([*TWO, "rollout.mixture=3"], "rollout.mixture: 3 is not possible"),
+        (
+            [*TWO, "rollout.mixture={sums: 1, bug: 1}"],
+            "rollout.mixture.bug: there is no such key; did you mean rollout.mixture.big",
+        ),
+        ([*TWO, "rollout.mixture={sums: 1}"], "rollout.mixture: has no weight for the environment big"),
+        ([*TWO, "rollout.mixture={sums: 1, big: 0}"], "rollout.mixture.big: 0 is not possible; give a number > 0"),
+        ([*TWO, "rollout.mixture={sums: 1, big: x}"], "rollout.mixture.big: 'x' is not possible"),
+        ([*TWO, "rollout.mixture={sums: 1, big: 1}", "rollout.epochs=1"], "with rollout.epochs=1, either"),
+    ],
+)
+def test_a_mixture_that_does_not_fit_is_refused(overrides, message):
+    assert message in refused(*overrides)
+
+
 def test_evaluation_samples_as_training_does_unless_told_otherwise():
     sampling = composed(
         "rollout.sampling.max_tokens=9", "run.evaluation.sampling.temperature=0"
@@ -338,7 +369,8 @@ def test_a_users_targets_that_are_right_pass(tmp_path, monkeypatch, user_module)
 def test_keys_left_over_from_the_default_environment_come_with_the_way_to_leave_them_out(user_module):
     message = refused(f"environment._target_={user_module}.Shout", "+environment.words=[a]")
     assert "environment.digits: there is no such key" in message
-    assert "environment=null" in message
+    assert "leave it out with ~environment, or in a recipe" in message
+    composed("~environment", f"+environment={{_target_: {user_module}.Shout, words: [a]}}")
 
 
 def test_the_source_of_our_targets_says_what_their_signature_says():

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from async_rl.orchestrator.prompts import PromptStream
+from async_rl.orchestrator.prompts import Mixture, PromptStream
 from async_rl.orchestrator.seeds import sampling_seed
 
 
@@ -94,3 +94,74 @@ def test_seeds_repeat_and_differ_in_every_argument():
     assert len(seeds) == 2 * 2 * 8 * 3
     assert all(0 <= seed < 2**63 for seed in seeds)
     assert sampling_seed(0, "x/0/1", 2, 1) == sampling_seed(0, "x/0/1", 2, 1) == 329177721132677918
+
+
+# mixtures
+
+WEIGHTS = st.dictionaries(st.sampled_from("abcd"), st.integers(1, 50) | st.floats(0.01, 10.0), min_size=1, max_size=4)
+
+
+@given(weights=WEIGHTS, shuffle=st.booleans(), seed=st.integers(0, 2**40), length=st.integers(1, 2000))
+@settings(max_examples=60, deadline=None)
+def test_every_environment_gets_its_share_from_the_first_block_on(weights, shuffle, seed, length):
+    mixture = Mixture(weights, shuffle=shuffle, seed=seed)
+    places = [mixture.at(i) for i in range(length)]
+    for which, weight in enumerate(weights.values()):
+        mine = [rank for w, rank in places if w == which]
+        assert mine == list(range(len(mine)))  # none skipped, none twice
+        share = weight / sum(weights.values())
+        block = 2 / (min(weights.values()) / sum(weights.values())) + 1
+        assert abs(len(mine) - share * length) <= 1 + block * min(share, 1 - share)
+
+
+@given(
+    weights=WEIGHTS, shuffle=st.booleans(), seed=st.integers(0, 2**40), at=st.lists(st.integers(0, 3000), max_size=20)
+)
+@settings(max_examples=60, deadline=None)
+def test_a_mixture_resumed_at_any_position_goes_on_with_the_same_prompts(weights, shuffle, seed, at):
+    data = rows(**{name: 3 + 7 * i for i, name in enumerate(weights)})
+    stream = PromptStream(data, epochs=None, shuffle=shuffle, seed=seed, mixture=weights)
+    in_order = [stream.at(i) for i in range(3001)]
+    again = PromptStream(data, epochs=None, shuffle=shuffle, seed=seed, mixture=weights)
+    assert [again.at(i) for i in at] == [in_order[i] for i in at]
+    assert len({p.id for p in in_order}) == len(in_order)
+    for name, environment in data.items():  # within an environment, epochs are whole passes
+        mine = [p for p in in_order if p.environment == name]
+        for first in range(0, len(mine) - len(environment), len(environment)):
+            epoch = mine[first : first + len(environment)]
+            assert {p.data["n"] for p in epoch} == set(range(len(environment)))
+            assert {p.id.split("/")[1] for p in epoch} == {str(first // len(environment))}
+
+
+def test_a_mixture_is_the_weights_and_not_the_number_of_rows():
+    stream = PromptStream(rows(big=1000, small=2), epochs=None, shuffle=True, seed=3, mixture={"small": 3, "big": 1})
+    counts = Counter(stream.at(i).environment for i in range(800))
+    assert counts == {"small": 600, "big": 200}
+    assert stream.total is None
+    assert PromptStream(rows(big=1000, small=2), epochs=None, shuffle=True, seed=3).at(0) is not None
+    orders = [
+        [
+            PromptStream(rows(x=9, y=9), epochs=None, shuffle=True, seed=s, mixture={"x": 1, "y": 1}).at(i).id
+            for i in range(40)
+        ]
+        for s in (0, 1)
+    ]
+    assert orders[0] != orders[1]
+
+
+@pytest.mark.parametrize(
+    ("mixture", "epochs", "match"),
+    [
+        ({"one": 1, "tow": 1}, None, r"mixture\.tow: there is no such environment; there are one, two"),
+        ({"one": 1}, None, "has no weight for the environment two"),
+        ({"one": 1, "two": 0}, None, r"mixture\.two=0: a weight must be a number > 0"),
+        ({"one": 1, "two": float("nan")}, None, r"mixture\.two=nan"),
+        ({"one": 1, "two": float("inf")}, None, r"mixture\.two=inf"),
+        ({"one": 1, "two": True}, None, r"mixture\.two=True"),
+        ({"one": 1, "two": 1e-9}, None, r"mixture\.two=1e-09 is less than 1/10000"),
+        ({"one": 1, "two": 1}, 2, "mixture with epochs=2"),
+    ],
+)
+def test_a_mixture_that_does_not_fit_is_refused(mixture, epochs, match):
+    with pytest.raises(ValueError, match=match):
+        PromptStream(rows(one=3, two=3), epochs=epochs, shuffle=True, seed=0, mixture=mixture)
