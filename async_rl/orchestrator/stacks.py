@@ -62,7 +62,7 @@ def _task_stack(task: asyncio.Task[Any]) -> str:
         frame = _first(awaited, "cr_frame", "gi_frame", "ag_frame")
         if frame is None:
             break
-        lines.append(f'  File "{frame.f_code.co_filename}", line {frame.f_lineno}, in {frame.f_code.co_name}\n')
+        lines += traceback.format_list(traceback.StackSummary.extract([(frame, frame.f_lineno)]))
         awaited = _first(awaited, "cr_await", "gi_yieldfrom", "ag_await")
     return "".join(lines)
 
