@@ -180,7 +180,7 @@ def build(
     facts = _facts(config, choices, model, environment)
     record.start(facts)
     print("\n".join(f"{name:<8} {value}" for name, value in facts.items()), flush=True)
-    engine = hydra.utils.instantiate(dict(config.engine), model=str(model.path))
+    engine = _build_engines(config.engine, str(model.path))
     datamodule = _build_datamodule(config, environment, engine)
     return _build_trainer(config), _build_policy(config, model), datamodule
 
@@ -189,6 +189,20 @@ def _build_environments(node: Component) -> Any:
     if "_target_" in node:
         return hydra.utils.instantiate(dict(node))
     return {name: hydra.utils.instantiate(dict(one)) for name, one in node.items()}
+
+
+def _build_engines(node: Component, model: str) -> list[Any]:
+    """The engines of the run: as many as ``replicas`` says, or as their target returns."""
+    from async_rl.engines.replicas import replica_arguments
+
+    arguments = {name: value for name, value in node.items() if name != "replicas"}
+    kind = str(node["_target_"]).split(".")[-2:][0]
+    cores = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else []
+    engines: list[Any] = []
+    for own in replica_arguments(kind, arguments, node.get("replicas", 1), cores):
+        built = hydra.utils.instantiate(own, model=model)
+        engines += built if isinstance(built, list) else [built]
+    return engines
 
 
 def _build_datamodule(config: RunConfig, environment: Any, engine: Any) -> RolloutDataModule:
@@ -289,6 +303,10 @@ def _facts(config: RunConfig, choices: Mapping[str, Any], model: ResolvedModel, 
     nodes = [config.environment] if "_target_" in config.environment else list(config.environment.values())
     environments = list(environment.values()) if isinstance(environment, Mapping) else [environment]
     engine = str(config.engine["_target_"]).rpartition(".")[2]
+    if (replicas := config.engine.get("replicas", 1)) > 1:
+        engine += f" x {replicas}"
+    if urls := config.engine.get("urls"):
+        engine += f" at {', '.join(urls)}"
     if choices.get("engine") == "auto":
         engine += f" (engine=auto: {compose.choose_engine().why})"
     return {

@@ -311,4 +311,7 @@ def _publisher_for(engines: Sequence[Engine], policy: PolicyModule) -> WeightPub
             f"need {sorted(map(str, kinds))}; give them the same dtype and device"
         )
     backend, dtype = kinds.pop()
-    return make_publisher(backend, dtype, policy.device)
+    directories = {directory for e in engines if (directory := getattr(e, "weights_dir", None)) is not None}
+    if len(directories) > 1:
+        raise ValueError(f"engine: the engines of one run must share one weights_dir, not {sorted(directories)}")
+    return make_publisher(backend, dtype, policy.device, next(iter(directories), None))

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 from lightning.pytorch import Callback, LightningModule
 from typing_extensions import override
 
+from async_rl.rng import rng_state, set_rng_state
 from async_rl.types import Batch, EvalBatch
 
 if TYPE_CHECKING:
@@ -15,7 +16,13 @@ if TYPE_CHECKING:
 
 
 class RunLoop(Callback):
-    """Opens the session when training starts, closes the books of every step, evaluates at the end."""
+    """Opens the session when training starts, closes the books of every step, evaluates at the end.
+
+    It also keeps the state of the random generators in the checkpoints, which Lightning's do not hold.
+    """
+
+    def __init__(self) -> None:
+        self._rng_state: dict[str, Any] = {}
 
     @override
     def setup(self, trainer: AsyncRLTrainer, pl_module: LightningModule, stage: str) -> None:  # type: ignore[override]
@@ -24,6 +31,8 @@ class RunLoop(Callback):
     @override
     def on_train_start(self, trainer: AsyncRLTrainer, pl_module: LightningModule) -> None:  # type: ignore[override]
         trainer.open_session()
+        if self._rng_state:  # only now, for loading models may draw from the generators
+            set_rng_state(self._rng_state)
 
     @override
     def on_train_batch_start(  # type: ignore[override]
@@ -87,4 +96,10 @@ class RunLoop(Callback):
     def on_save_checkpoint(  # type: ignore[override]
         self, trainer: AsyncRLTrainer, pl_module: LightningModule, checkpoint: dict[str, Any]
     ) -> None:
-        checkpoint["async_rl"] = trainer.orchestrator.state_dict()
+        checkpoint["async_rl"] = trainer.orchestrator.state_dict() | {"rng": rng_state()}
+
+    @override
+    def on_load_checkpoint(  # type: ignore[override]
+        self, trainer: AsyncRLTrainer, pl_module: LightningModule, checkpoint: dict[str, Any]
+    ) -> None:
+        self._rng_state = checkpoint.get("async_rl", {}).get("rng", {})

@@ -1,6 +1,7 @@
 """What a resumed run keeps of an earlier one under another bound."""
 
 import pytest
+from loop_kit import ByHand, running
 
 from async_rl.orchestrator.records import Recovery
 from async_rl.orchestrator.recovery import within_bound
@@ -85,3 +86,17 @@ def test_at_most_s_plus_one_batches_of_groups_are_left(S):  # noqa: N803
     fitted, reissued, _ = fit(recovery, S)
     assert len(fitted.kept) <= (S + 1) * 2
     assert len(fitted.kept) + len(reissued) == 40
+
+
+def test_the_first_step_after_a_resume_at_version_40_has_24_groups_at_most():
+    """CASES 14: B = 8, S = 2; elsewhere 344 were admitted, for the count of accepted ones started at zero."""
+    kept = [group(320 + i, 40, admitted=40) for i in range(10)]
+    recovered = Recovery(40, 332, kept=tuple(kept), unfinished=((330, {0: trajectory(40)}), (331, {})))
+    by_hand = ByHand()
+    with running(
+        by_hand, start_version=40, recovered=recovered, batch_size=8, max_staleness=2, max_steps=100
+    ) as orchestrator:
+        by_hand.wait_started(2 * 14 - 1)
+        books = orchestrator.outcomes()
+        assert (books["kept"], books["running"], books["admitted"]) == (10, 14, 24)
+        assert orchestrator.snapshot()["limited_by"] == "bound"
