@@ -195,6 +195,9 @@ def explain(error: Exception, overrides: Iterable[str]) -> str:
     ):
         key = found[1]
         given = next((o for o in overrides if o.lstrip("+~").startswith(f"{key}=")), key)
+        section = key.partition(".")[0]
+        if any(o.lstrip("+").startswith((f"{section}._target_=", f"{section}=custom")) for o in overrides):
+            return f"{given}: an argument of your own {section} is added with a plus: +{given}"
         return f"{given}: there is no key {key}{_did_you_mean(key)}"
     if found := re.search(r"Could not override '?([\w/]+)'?\.\s*No match in the defaults list", message):
         return f"there is no config group {found[1]}{_did_you_mean(found[1])}"
@@ -252,7 +255,7 @@ def _unknown_option(group: str, option: str, options: Iterable[str]) -> str:
 
 
 def _did_you_mean(key: str) -> str:
-    close = nearest(key, [*known_keys(), *_base_keys()])
+    close = nearest(key, [k for k in [*known_keys(), *_base_keys()] if not k.endswith("._target_")])
     return f"; did you mean {close}?" if close else "; see python train.py --help"
 
 

@@ -393,3 +393,9 @@ def test_the_source_of_our_targets_says_what_their_signature_says():
 )
 def test_nearest(name, expected):
     assert nearest(name, ["batch_size", "optimizer.lr", "rollout.top_p"]) == expected
+
+
+def test_an_argument_of_a_users_own_component_without_its_plus_is_told_apart_from_a_typo():
+    mine = ["environment=custom", "environment._target_=async_rl.environments.Arithmetic"]
+    assert refused(*mine, "environment.words=3").endswith("own environment is added with a plus: +environment.words=3")
+    assert "did you mean environment.digits?" in refused("environment.digitz=3")

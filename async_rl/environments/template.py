@@ -142,7 +142,7 @@ class ChatTemplate:
             token_ids = self.encode(rest)
             # Encoded together with the end token, because some tokenizers treat the start of a text specially.
             return whole, token_ids[1:] if token_ids[:1] == [last_token] else self.encode(rest[len(end) :])
-        if end in rest and not turn:  # something was put between the prompt and the end of an empty turn
+        if end in rest:  # something was put between the turn and its end
             raise self._rewritten(prompt + turn + end, whole)
         return whole, self.encode(rest)
 

@@ -169,6 +169,10 @@ REORDERING = (
     "{% for m in messages | reverse %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
+SIGNING = (
+    "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}{% if m['role'] == 'assistant' %} - me"
+    "{% endif %}<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
 THINK_ADDING = (
     "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{% if m['role'] == 'assistant' %}<think></think>{% endif %}"
     "{{ m['content'] }}<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
@@ -182,6 +186,7 @@ THINK_ADDING = (
         (REORDERING, "7<|im_end|>"),
         (THINK_ADDING, "7<|im_end|>"),
         (THINK_ADDING, "<|im_end|>"),
+        (SIGNING, "7<|im_end|>"),
     ],
 )
 def test_a_template_that_rewrites_earlier_turns_is_refused(tokenizer: Any, template: str, turn: str) -> None:
