@@ -131,6 +131,8 @@ class BatchSource:
                 self._books.end_replayed_batch(len(batch.groups), outcome)
             else:
                 self._books.end_batch(outcome)
+        if outcome is Outcome.TRAINED:
+            self._meters.trained.extend(batch.groups)
         self._open = None
         self._ahead.clear()
 

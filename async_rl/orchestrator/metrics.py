@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import threading
 import time
-from collections import defaultdict, deque
-from collections.abc import Callable, Mapping, Sequence
+from collections import Counter, defaultdict, deque
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
 
-from async_rl.orchestrator.records import Landing
-from async_rl.types import Group
+from async_rl.orchestrator.records import Flight, Landing
+from async_rl.types import Group, Outcome, Trajectory
 
 if TYPE_CHECKING:
     from async_rl.orchestrator.supervisor import Supervisor
@@ -19,28 +20,60 @@ if TYPE_CHECKING:
 _MOST_GROUPS = 8192  # finished groups remembered between two readings; beyond that the oldest are not described
 
 
+@dataclass(slots=True)
+class _Sums:
+    """Groups with one outcome: how many, how long they took, how long their trajectories are."""
+
+    groups: int = 0
+    seconds: float = 0.0
+    measured: int = 0  # groups with a finished trajectory
+    tokens: float = 0.0
+
+    def add(self, seconds: float, trajectories: Collection[Trajectory]) -> None:
+        self.groups += 1
+        self.seconds += seconds
+        if trajectories:
+            self.measured += 1
+            self.tokens += sum(len(t.token_ids) for t in trajectories) / len(trajectories)
+
+
 class Meters:
     """Counters and timings that any thread may add to; appending is atomic, so the hot path needs no lock here."""
 
     def __init__(self) -> None:
-        self.groups: deque[Group] = deque(maxlen=_MOST_GROUPS)
+        self.finished: deque[tuple[Outcome | None, Group]] = deque(maxlen=_MOST_GROUPS)
+        self.failed: deque[tuple[float, Flight]] = deque(maxlen=_MOST_GROUPS)
+        self.trained: deque[Group] = deque(maxlen=_MOST_GROUPS)
         self.timings: deque[tuple[str, float]] = deque()
         self.counts: deque[tuple[str, int]] = deque()
+        self.environments: set[str] = set()
+        self._newest = -1
 
-    def landed(self, groups: Sequence[Group], landing: Landing, *, kept: int, failed: int) -> None:
+    def admitted(self, flights: Sequence[Flight]) -> None:
+        """Count groups that were let in; those that are launched again were counted before."""
+        for flight in flights:
+            if flight.group_id > self._newest:
+                self._newest = flight.group_id
+                self.environments.add(flight.prompt.environment)
+                self.counts.append((f"groups_admitted/{flight.prompt.environment}", 1))
+
+    def landed(self, landing: Landing, *, kept: Sequence[Group], filtered: Sequence[Group]) -> None:
         """Count one landing."""
-        self.groups.extend(groups)
+        self.finished.extend((None, group) for group in kept)
+        self.finished.extend((Outcome.FILTERED, group) for group in filtered)
+        failed = [flight for flight in landing.finished if flight.error is not None]
+        now_s = time.time()
+        self.failed.extend((now_s - flight.began_s, flight) for flight in failed)
         count = self.counts.append
-        if kept:
-            count(("rollout/groups_kept", kept))
-        if filtered := len(groups) - kept:
-            count(("rollout/groups_filtered", filtered))
-        if failed:
-            count(("rollout/groups_failed", failed))
-        if landing.retries:
-            count(("rollout/retries", landing.retries))
-        if landing.cancelled:
-            count(("rollout/stragglers_cancelled", landing.cancelled))
+        for name, number in (
+            ("groups_kept", len(kept)),
+            ("groups_filtered", len(filtered)),
+            ("groups_failed", len(failed)),
+            ("retries", landing.retries),
+            ("stragglers_cancelled", landing.cancelled),
+        ):
+            if number:
+                count((f"rollout/{name}", number))
 
     def took(self, name: str, seconds: float) -> None:
         """Add seconds to the stage ``time/<name>_s``."""
@@ -78,6 +111,9 @@ class MetricsLoop:
         self._sums: defaultdict[str, float] = defaultdict(float)
         self._samples = 0
         self._binding_s: defaultdict[str, float] = defaultdict(float)
+        self._ended: defaultdict[str, _Sums] = defaultdict(_Sums)
+        self._by_environment: Counter[str] = Counter()
+        self._scores: defaultdict[str, list[float]] = defaultdict(list)
         self._latencies: list[float] = []
         self._lengths: list[int] = []
         self._rewards: list[float] = []
@@ -104,21 +140,46 @@ class MetricsLoop:
             self._binding_s[limit] += now_s - self._sampled_s
             self._limits_s[limit] += now_s - self._sampled_s
             self._sampled_s = now_s
-            for group in _taken(self._meters.groups):
+            for outcome, group in _taken(self._meters.finished):
+                self._describe("admitted", group)
+                if outcome is not None:
+                    self._describe(outcome, group)
                 for t in group.trajectories:
-                    self._latencies.append(t.ended_s - t.started_s)
-                    self._lengths.append(len(t.token_ids))
-                    self._rewards.append(t.reward)
-                    self._generated += t.trainable_tokens
-                    self._truncated += t.finish_reason == "length"
+                    self._take(group.prompt.environment, t)
+            for seconds, flight in _taken(self._meters.failed):
+                for name in ("admitted", "failed"):
+                    self._ended[name].add(seconds, flight.landed.values())
+                self._by_environment[f"groups_failed/{flight.prompt.environment}"] += 1
+            for group in _taken(self._meters.trained):
+                self._describe("trained", group)
+
+    def _describe(self, what: str, group: Group) -> None:
+        seconds = max(t.ended_s for t in group.trajectories) - min(t.started_s for t in group.trajectories)
+        self._ended[what].add(seconds, group.trajectories)
+        if what != "admitted":  # counted when they came in
+            self._by_environment[f"groups_{what}/{group.prompt.environment}"] += 1
+
+    def _take(self, environment: str, t: Trajectory) -> None:
+        self._latencies.append(t.ended_s - t.started_s)
+        self._lengths.append(len(t.token_ids))
+        self._rewards.append(t.reward)
+        self._generated += t.trainable_tokens
+        self._truncated += t.finish_reason == "length"
+        self._scores[f"reward/{environment}"].append(t.reward)
+        for part, value in t.reward_parts.items():
+            self._scores[f"reward/{environment}/{part}"].append(value)
 
     def drain(self) -> dict[str, float]:
         """What happened since the last drain.
 
         Returns:
             ``queue/*``: mean of each gauge; ``limit/*``: share of the time each term bound admission; ``rollout/*``:
-            finished rollouts (count, latency in seconds, length in tokens, reward) and group outcomes; ``time/*_s``:
-            seconds spent in each stage.
+            finished rollouts (count, latency in seconds, length in tokens, reward) and group outcomes; ``reward/*``:
+            mean reward of each environment, and of each part; ``length/*`` (tokens of a trajectory) and
+            ``latency/*_s`` (seconds from a group's first attempt to its last end): means over the groups that were
+            trained, filtered or failed, and ``admitted``: over all that ended, whatever became of them;
+            ``groups_<outcome>/*`` with several environments: how many groups of each; ``time/*_s``: seconds spent in
+            each stage.
         """
         self.sample()
         with self._lock:
@@ -129,8 +190,16 @@ class MetricsLoop:
                 metrics[f"limit/{limit}"] = bound_s / seconds
             for name, value in _taken(self._meters.timings):
                 metrics[name] = metrics.get(name, 0.0) + value
+            counts = Counter(self._by_environment)
             for name, count in _taken(self._meters.counts):
-                metrics[name] = metrics.get(name, 0.0) + count
+                counts[name] += count
+            several = len(self._meters.environments) > 1
+            metrics |= {n: float(count) for n, count in counts.items() if several or not n.startswith("groups_")}
+            metrics |= {name: float(np.mean(scores)) for name, scores in self._scores.items()}
+            for what, ended in self._ended.items():
+                metrics[f"latency/{what}_s"] = ended.seconds / ended.groups
+                if ended.measured:
+                    metrics[f"length/{what}"] = ended.tokens / ended.measured
             if self._latencies:
                 latency = np.asarray(self._latencies)
                 metrics |= {

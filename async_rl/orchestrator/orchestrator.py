@@ -26,6 +26,7 @@ from async_rl.orchestrator.records import (
     EngineLike,
     EngineSlot,
     Event,
+    Flight,
     Landing,
     Recovery,
     RolloutFn,
@@ -59,7 +60,8 @@ class Orchestrator:
 
     Args:
         settings: The numbers.
-        engines: Started engines; none serves before its first load.
+        engines: Started engines; none serves before its first load. There may be none where recorded batches are all
+            there is to train.
         prompts: Prompt by position.
         rollout: Runs one attempt: ``(task, engine) -> trajectory``.
         advantages: Rewards nested by group to advantages nested the same way; called when a batch is formed.
@@ -85,7 +87,7 @@ class Orchestrator:
         recovered: Recovery | None = None,
         on_stall: Callable[[str], None] = lambda report: None,
     ) -> None:
-        if not engines:
+        if not engines and not (recovered and recovered.batches):
             raise ValueError("engine: no engine given, nothing could be sampled")
         recovery = recovered or Recovery(start_version, next_group_id=0)
         if recovery.version != start_version:
@@ -155,7 +157,7 @@ class Orchestrator:
             prompts,
             reissue=[admission for admission in unfinished if not admission.landed],
             next_group_id=recovery.next_group_id,
-            record=ledger.admit,
+            record=self._admitted,
             launch=launch,
             supervisor=self._supervisor,
         )
@@ -377,6 +379,10 @@ class Orchestrator:
         return {"trained_version": self._trained.value, "next_group_id": self._dispatcher.next_group_id}
 
     # private
+
+    def _admitted(self, flights: Sequence[Flight]) -> None:
+        self._ledger.admit(flights)
+        self._meters.admitted(flights)
 
     def _abandon(self, slot: EngineSlot) -> None:
         for thread in self._rollout_threads:

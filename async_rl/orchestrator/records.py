@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, overload
@@ -104,6 +105,7 @@ class Flight:
         error: What made it fail.
         over: Whether it has landed.
         timer: Ends the wait for stragglers.
+        began_s: When it was launched, seconds since the epoch.
     """
 
     group_id: int
@@ -120,6 +122,7 @@ class Flight:
     error: BaseException | None = None
     over: bool = False
     timer: asyncio.TimerHandle | None = None
+    began_s: float = field(default_factory=time.time)
 
     @property
     def lost_engine(self) -> bool:

@@ -60,15 +60,15 @@ class TrainSink:
         """Take what ended on a rollout thread."""
         kept: list[tuple[Group, int | None]] = []
         out: list[tuple[int, Outcome, str]] = []
-        groups: list[Group] = []
+        filtered: list[Group] = []
         for flight in landing.finished:
             if flight.error is not None:
                 out.append((flight.group_id, Outcome.FAILED, reason_of(flight.error)))
                 self._count_empty(flight)
                 continue
             group = flight.group()
-            groups.append(group)
             if self._settings.filter_zero_variance and _rewards_are_equal(group):
+                filtered.append(group)
                 out.append((group.id, Outcome.FILTERED, "zero_variance"))
                 self._count_empty(flight)
             else:
@@ -81,7 +81,7 @@ class TrainSink:
         self._ledger.end(out)
         lost = [flight for flight, _ in landing.lost]
         self._books.settle(landing.ended, kept, [(group_id, outcome) for group_id, outcome, _ in out], lost)
-        self._meters.landed(groups, landing, kept=len(kept), failed=len(landing.finished) - len(groups))
+        self._meters.landed(landing, kept=[group for group, _ in kept], filtered=filtered)
         self._count_failures(landing.outcomes)
 
     def _count_empty(self, flight: Flight) -> None:

@@ -130,13 +130,16 @@ class VirtualLoop:
 
     def begin(self, uid: int) -> None:
         attempt = self.attempts[uid]
-        duration_s = LAWS[self.world.law](self.rng)
+        duration_s = self.duration_s(attempt)
         first_s = duration_s * self.rng.random() if self.world.late_tokens else 0.0
         if first_s:
             self.at(first_s, "first", uid, attempt.engine)
         else:
             attempt.head = self.served[attempt.engine]
         self.at(duration_s, "done", uid, attempt.engine)
+
+    def duration_s(self, attempt: Attempt) -> float:
+        return LAWS[self.world.law](self.rng)
 
     def on_first(self, uid: int, engine: int) -> None:
         attempt = self.attempts.get(uid)
