@@ -235,9 +235,19 @@ class EvalBatch:
     seconds: float
 
     def summary(self) -> dict[str, float]:
-        """Mean reward over finished samples, pass@k (share of prompts with a sample above 0), counts and version."""
+        """Mean reward over finished samples, pass@k (share of prompts with a sample above 0), counts and version.
+
+        ``reward/<environment>`` and ``reward/<environment>/<part>`` are the means of each environment and reward part.
+        """
         rewards = [[t.reward for t in r.trajectories] for r in self.results]
         flat = [x for group in rewards for x in group]
+        scores: dict[str, list[float]] = {}
+        for result in self.results:
+            for t in result.trajectories:
+                name = f"reward/{result.prompt.environment}"
+                scores.setdefault(name, []).append(t.reward)
+                for part, value in t.reward_parts.items():
+                    scores.setdefault(f"{name}/{part}", []).append(value)
         return {
             "version": self.version,
             "reward": sum(flat) / len(flat) if flat else float("nan"),
@@ -246,4 +256,5 @@ class EvalBatch:
             "prompts": len(rewards),
             "failures": sum(len(r.failures) for r in self.results),
             "seconds": self.seconds,
+            **{name: sum(values) / len(values) for name, values in scores.items()},
         }

@@ -419,10 +419,16 @@ def test_evaluations_are_logged_with_their_version():
     prompt = Prompt("eval/add/0", "add", {})
     result = EvalResult(prompt, (trajectory([1], [2], reward=1.0), trajectory([1], [3], reward=0.0)))
     trainer = pl.Trainer(accelerator="cpu", logger=False, enable_checkpointing=False, enable_progress_bar=False)
-    evaluation = EvalBatch(version=7, results=(result,), seconds=1.5)
+    other = trajectory([1], [2], reward=1.0)
+    other.reward_parts = {"right": 0.25}
+    results = (result, EvalResult(Prompt("eval/tools/0", "tools", {}), (other,)))
+    evaluation = EvalBatch(version=7, results=results, seconds=1.5)
     trainer.validate(make_policy(), datamodule=Data([], [evaluation]), verbose=False)
-    assert trainer.callback_metrics["eval/reward"] == 0.5
-    assert trainer.callback_metrics["eval/version"] == 7
+    told = {name: float(value) for name, value in trainer.callback_metrics.items()}
+    assert told["eval/reward"] == pytest.approx(2 / 3)
+    assert told["eval/version"] == 7
+    assert told["eval/reward/add"] == 0.5
+    assert (told["eval/reward/tools"], told["eval/reward/tools/right"]) == (1.0, 0.25)
 
 
 def test_from_a_directory_and_back(tiny_model_dir, tmp_path):
