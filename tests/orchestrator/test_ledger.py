@@ -14,7 +14,7 @@ from loop_kit import eventually
 
 from async_rl.orchestrator.ledger import Ledger
 from async_rl.orchestrator.ledger_null import NullLedger
-from async_rl.orchestrator.ledger_rows import LedgerError
+from async_rl.orchestrator.ledger_rows import LedgerError, reading
 from async_rl.types import Outcome
 
 
@@ -157,6 +157,17 @@ def test_it_is_readable_while_the_run_goes_on(path):
     finally:
         ledger.close()
         writer.join(5)
+
+
+def test_a_reader_sees_one_moment(path):
+    ledger = Ledger(path)
+    ledger.admit([flight(0)])
+    ledger.stop()
+    with reading(path) as db:
+        assert db.execute("SELECT count(*) FROM admissions").fetchone() == (0,)
+        ledger.run()
+        assert db.execute("SELECT count(*) FROM admissions").fetchone() == (0,)
+    assert ledger.balance().admitted == 1
 
 
 def test_many_rows_at_once(path):

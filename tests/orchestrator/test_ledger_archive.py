@@ -133,6 +133,29 @@ def test_the_next_batch_never_waits_for_the_archive_and_other_rows_only_wait_to_
         writer.join(5)
 
 
+def test_a_batch_that_waits_to_be_recorded_waits_for_one_file_at_most(path, archive):
+    ledger = Ledger(path, archive)
+    write_kept(ledger, *range(5))
+    for version in (3, 4, 5):  # a replay, for example, records nothing, and files accumulate
+        train(ledger, version, version - 3)
+    written, recorded_after = [], []
+    write, events = archive.write, []
+
+    def write_while_the_next_batch_comes(batch_id, groups):
+        if not events:
+            events.append(ledger.record_batch(batch(6, 3)))
+        elif events[0].is_set() and not recorded_after:
+            recorded_after.append(len(written))
+            ledger.stop()
+        write(batch_id, groups)
+        written.append(batch_id)
+
+    archive.write = write_while_the_next_batch_comes
+    ledger.run()
+    assert recorded_after == [1]
+    assert written == [1, 2, 3]
+
+
 # resume
 
 
@@ -260,6 +283,19 @@ def test_a_crash_between_file_and_record_is_harmless(path, tmp_path, archive, at
     assert [row[:3:2] for b in (1, 2, 3) for row in outcomes(archive, b)[::2]] == [
         (0, "trained"), (3, "filtered"), (1, "trained"), (2, "trained"),
     ]  # fmt: skip
+
+
+def test_what_the_checkpoint_has_goes_to_the_file_of_its_batch_though_its_ending_was_never_written(path, archive):
+    ledger = Ledger(path, archive)
+    write_kept(ledger, 0, 1)
+    ledger.record_batch(batch(3, 0))
+    ledger = write_everything(ledger, archive)
+    ledger.recover(4)
+    train(ledger, 4, 1)
+    write_everything(ledger).close()
+    assert outcomes(archive, 1) == [(0, 3, "trained", 0.5), (0, 3, "trained", -0.5)]
+    assert list(archive.read(2)) == [1]
+    assert [b.group_ids for b in read_run(path, archive).batches] == [(0,), (1,)]
 
 
 def test_a_batch_whose_file_is_missing_is_refused_at_once(path, archive):
