@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import concurrent.futures.thread
 import contextlib
 import faulthandler
 import logging
@@ -106,13 +107,16 @@ class ShutdownDeadline:
 
 
 def leave_behind(threads: list[threading.Thread], exit_code: int, timeout_s: float) -> None:
-    """Keep threads that are not daemons from holding up the interpreter's exit, which waits for them without bound.
+    """Keep threads from holding up the interpreter's exit, which waits for some without bound.
 
-    Once the main thread has ended they get ``timeout_s`` together, then the process ends with ``exit_code``.
+    Once the interpreter wants to exit they get ``timeout_s`` together, then the process ends with ``exit_code``.
     """
+    exiting = threading.Event()
+    # The hook that executors join their threads in; atexit's come after it. What is registered last is run first.
+    threading._register_atexit(exiting.set)  # type: ignore[attr-defined]
 
     def watch() -> None:
-        threading.main_thread().join()
+        exiting.wait()
         deadline_s = time.monotonic() + timeout_s
         for thread in threads:
             thread.join(max(deadline_s - time.monotonic(), 0.0))
@@ -121,6 +125,11 @@ def leave_behind(threads: list[threading.Thread], exit_code: int, timeout_s: flo
             end_process(what, exit_code, ())
 
     threading.Thread(target=watch, name="exit-deadline", daemon=True).start()
+
+
+def holds_up_exit(thread: threading.Thread) -> bool:
+    """Whether the interpreter waits for a thread at its exit: it is no daemon, or an executor's."""
+    return thread.is_alive() and (not thread.daemon or thread in concurrent.futures.thread._threads_queues)
 
 
 def end_process(what: str, exit_code: int, before_exit: Iterable[Callable[[str], None]]) -> None:

@@ -90,7 +90,7 @@ class RunCheckpoint(Checkpoint):
             return None
         try:
             with trainer.shutdown.extended():  # a large one may take longer than the end of a run is given
-                trainer.save_checkpoint(path)
+                trainer.save_checkpoint(path, weights_only=False)
         except CheckpointError as error:
             last = next(reversed(checkpoints(self.directory)), None)
             kept = f"{last} and the run's record are kept" if last else "the run's record is kept"

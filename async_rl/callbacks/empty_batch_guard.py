@@ -17,8 +17,13 @@ if TYPE_CHECKING:
 class EmptyBatchGuard(RLCallback):
     """Ends the run with exit code 3 after a few empty batches in a row.
 
-    An empty batch is ``batch_size`` groups that ended in a row with none kept, or a planned batch without a trainable
-    token. The closing message tells no signal (all rewards of every group equal) from an outage (rollouts failing).
+    An empty batch is ``batch_size`` groups that ended one after the other with none kept, or a planned batch without a
+    trainable token. A kept group starts the count again: a run that rarely finds signal goes on, slowly. The closing
+    message tells no signal (all rewards of every group equal) from an outage (groups failing, with the first error).
+
+    Where every attempt fails, ``max_failures`` attempts in a row (rollout.max_failures, 16) end the run with exit code
+    1 and the first error's traceback long before; the guard is what ends one where attempts succeed in between and
+    still no group is completed.
 
     Args:
         max_consecutive_empty: Empty batches in a row that end the run, >= 1.
@@ -28,15 +33,8 @@ class EmptyBatchGuard(RLCallback):
         if max_consecutive_empty < 1:
             raise ValueError(f"EmptyBatchGuard: max_consecutive_empty={max_consecutive_empty} must be >= 1")
         self.max_consecutive_empty = max_consecutive_empty
-        self._in_a_row = 0
-
-    @override
-    def on_batch_planned(self, trainer: AsyncRLTrainer, policy: LightningModule, batch: Any) -> None:
-        if any(t.trainable_tokens for t in batch.trajectories):
-            self._in_a_row = 0
 
     @override
     def on_empty_batch(self, trainer: AsyncRLTrainer, policy: LightningModule, report: Any) -> None:
-        self._in_a_row += 1
-        if self._in_a_row >= self.max_consecutive_empty:
-            trainer.stop(f"{self._in_a_row} empty batches in a row: {report}", exit_code=EXIT_GUARD)
+        if report.in_a_row >= self.max_consecutive_empty:
+            trainer.stop(f"{report.in_a_row} empty batches in a row: {report}", exit_code=EXIT_GUARD)

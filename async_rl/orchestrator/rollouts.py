@@ -111,6 +111,9 @@ class RolloutThread:
             if self._in_the_air:
                 cancelled = [attempt.handle for attempt in self._in_the_air]
                 self._loop.run_until_complete(asyncio.wait(cancelled, timeout=_STOP_S))
+                if left := sum(not task.done() for task in cancelled):
+                    log.warning("%d rollouts went on although they were cancelled; they are left behind", left)
+                    self._loop.set_exception_handler(lambda loop, context: None)  # each would complain by itself
         finally:
             self._loop.close()
 
