@@ -138,22 +138,23 @@ def test_a_batch_that_waits_to_be_recorded_waits_for_one_file_at_most(path, arch
     write_kept(ledger, *range(5))
     for version in (3, 4, 5):  # a replay, for example, records nothing, and files accumulate
         train(ledger, version, version - 3)
-    written, recorded_after = [], []
-    write, events = archive.write, []
+    write, next_batch, written, before = archive.write, [], [], []
 
     def write_while_the_next_batch_comes(batch_id, groups):
-        if not events:
-            events.append(ledger.record_batch(batch(6, 3)))
-        elif events[0].is_set() and not recorded_after:
-            recorded_after.append(len(written))
-            ledger.stop()
+        if not written:
+            next_batch.append(ledger.record_batch(batch(6, 3)))
+        elif next_batch[0].is_set():
+            before.append(written[-1])
         write(batch_id, groups)
         written.append(batch_id)
+        if len(written) == 3:
+            ledger.stop()
 
     archive.write = write_while_the_next_batch_comes
+    ledger.record_batch(batch(5, 4))  # starts it
     ledger.run()
-    assert recorded_after == [1]
     assert written == [1, 2, 3]
+    assert before == [1, 2]  # it was recorded once the first file was written
 
 
 # resume
