@@ -64,7 +64,7 @@ def _nodes(config: RunConfig) -> Iterator[tuple[str, Any, Collection[str], Colle
     else:
         for name, node in config.environment.items():
             yield f"environment.{name}", node, (), ()
-    yield "engine", config.engine, ("model",), ()
+    yield "engine", config.engine, ("model",), ("replicas",)
     yield "algorithm.advantage", config.algorithm.advantage, (), ()
     yield "algorithm.loss", config.algorithm.loss, (), ()
     yield "optimizer", config.optimizer, ("params",), keys_of(OptimizerExtras)

@@ -15,10 +15,11 @@ ORCHESTRATOR = sorted((ROOT / "orchestrator").glob("*.py"))
 VOCABULARY = {"records", "room", "settings"}
 # The simulator drives the shipped gate and planner.
 MAY_IMPORT_PARTS = {"orchestrator", "simulator"}
-# Names only: the launcher of the child process must name the weight back end that the child registers.
+# Names only: who starts a vLLM process, or takes one as started right, must name the weight back end it registers.
 NAMES_OF_THE_BACK_END = {
     ("vllm_launch.py", "async_rl.weights.shared_memory"),
     ("vllm_launch.py", "async_rl.weights.vllm_plugin"),
+    ("vllm_server.py", "async_rl.weights.file"),
 }
 
 

@@ -80,6 +80,14 @@ class EngineStats:
     pauses_s: float = 0.0
     loads: int = 0
 
+    def __add__(self, other: EngineStats) -> EngineStats:
+        return EngineStats(
+            self.generated_tokens + other.generated_tokens,
+            self.busy_s + other.busy_s,
+            self.pauses_s + other.pauses_s,
+            self.loads + other.loads,
+        )
+
 
 class EngineError(RunError):
     """The engine cannot serve: it died, or a load failed or timed out. Names the engine and the version."""

@@ -4,28 +4,16 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Mapping
-from tempfile import TemporaryDirectory
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from async_rl.engines.base import EngineError, EngineStats, Generation, GenerationRequest
+from async_rl.engines.base import EngineError
+from async_rl.engines.client_engine import ClientEngine, Session
 from async_rl.engines.loop_thread import LoopThread
+from async_rl.engines.vllm_client import VLLMClient
 from async_rl.engines.vllm_launch import VLLMSettings, launch, make_scratch
-from async_rl.weights.base import WeightSource
-
-if TYPE_CHECKING:
-    from async_rl.engines.vllm_client import LoadTimings, VLLMClient
 
 
-class _Session:
-    """What exists while the engine runs: its thread, its scratch directory and the client on that thread's loop."""
-
-    def __init__(self, thread: LoopThread, scratch: TemporaryDirectory[str], client: VLLMClient) -> None:
-        self.thread = thread
-        self.scratch = scratch
-        self.client = client
-
-
-class VLLMEngine:
+class VLLMEngine(ClientEngine):
     """Samples with vLLM, colocated with the trainer (an :class:`~async_rl.engines.base.Engine`).
 
     One thread of this process owns the engine and its event loop; the model runs in a child process that dies with
@@ -64,8 +52,6 @@ class VLLMEngine:
         >>> generation = await engine.generate(request)
     """
 
-    versions_alive = 1
-
     def __init__(
         self,
         model: str,
@@ -85,8 +71,7 @@ class VLLMEngine:
     ) -> None:
         if kv_max_age is not None and kv_max_age < 0:
             raise ValueError(f"kv_max_age is a number of versions >= 0 or None, not {kv_max_age}")
-        self.name = name
-        self.dtype = dtype
+        super().__init__(name, dtype, start_timeout_s)
         self._settings = VLLMSettings(
             name=name,
             model=str(model),
@@ -102,92 +87,28 @@ class VLLMEngine:
             engine_kwargs=dict(engine_kwargs or {}),
         )
         self._kv_max_age = kv_max_age
-        self._session: _Session | None = None
 
-    @property
-    def weight_backend(self) -> str:
-        """Weight-transfer back end it loads through, for ``make_publisher`` (known once it has started)."""
-        return self._running().client.weight_backend
-
-    @property
-    def last_load(self) -> LoadTimings:
-        """Where the seconds of the newest weight load went."""
-        return self._running().client.last_load
-
-    async def start(self) -> None:
-        """Start the engine core and wait until it is ready.
-
-        Raises:
-            EngineError: it did not come up in time; its own messages are in the error or the log file.
-        """
-        if self._session is not None:
-            return
+    async def _open(self) -> Session:
         thread = LoopThread(self.name)
         scratch = make_scratch()
         try:
             client = await asyncio.wait_for(
-                thread.run(_start_client(self._settings, scratch.name, self._kv_max_age)),
-                self._settings.start_timeout_s,
+                thread.run(_start_client(self._settings, scratch.name, self._kv_max_age)), self.start_timeout_s
             )
         except BaseException as error:
             thread.stop(timeout_s=1.0)
             scratch.cleanup()
             if isinstance(error, TimeoutError):
                 raise EngineError(
-                    f"engine {self.name} did not start within start_timeout_s={self._settings.start_timeout_s:g} s"
+                    f"engine {self.name} did not start within start_timeout_s={self.start_timeout_s:g} s"
                 ) from error
             raise
-        self._session = _Session(thread, scratch, client)
-
-    async def generate(self, request: GenerationRequest) -> Generation:
-        """Sample one turn. Cancelling the awaiting task aborts the request in the engine.
-
-        Raises:
-            EngineError: the engine died, failed a load or was closed.
-            ValueError: the request can't be served (too long, an impossible sampling parameter).
-        """
-        session = self._running()
-        return await session.thread.run(session.client.generate(request))
-
-    async def score(self, token_ids: tuple[int, ...]) -> list[float]:
-        """Log-probabilities of ``token_ids[1:]`` under the served weights at temperature 1."""
-        session = self._running()
-        return await session.thread.run(session.client.score(token_ids))
-
-    async def load_weights(self, version: int, source: WeightSource) -> None:
-        """Replace the weights; returns once every token sampled from now on uses ``version``.
-
-        Raises:
-            EngineError: the load failed or was cancelled; the engine must not be used any more.
-            ValueError: the source is for another weight back end.
-        """
-        session = self._running()
-        await session.thread.run(session.client.load_weights(version, source))
-
-    async def close(self) -> None:
-        """End the engine core and free everything. Idempotent; works on an engine that never started or died."""
-        session, self._session = self._session, None
-        if session is not None:
-            try:
-                await session.thread.run(_call(session.client.close))
-            finally:
-                await asyncio.to_thread(session.thread.stop, 5.0)
-                session.scratch.cleanup()
-
-    def stats(self) -> EngineStats:
-        """Counters since the start; all zero while the engine is not running."""
-        return self._session.client.read_stats() if self._session is not None else EngineStats()
-
-    def _running(self) -> _Session:
-        if self._session is None:
-            raise EngineError(f"engine {self.name} is not running: await start() first")
-        return self._session
+        return Session(thread, client, scratch.cleanup)
 
 
 async def _start_client(settings: VLLMSettings, scratch: str, kv_max_age: int | None) -> VLLMClient:
     llm = launch(settings, scratch)
     try:
-        from async_rl.engines.vllm_client import VLLMClient
         from async_rl.engines.vllm_core import LocalCore
 
         client = VLLMClient(settings.name, LocalCore(llm), kv_max_age)
@@ -196,7 +117,3 @@ async def _start_client(settings: VLLMSettings, scratch: str, kv_max_age: int | 
         llm.shutdown(timeout=0.0)
         raise
     return client
-
-
-async def _call(function: Any) -> None:
-    function()

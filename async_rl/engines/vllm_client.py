@@ -151,10 +151,10 @@ class VLLMClient:
         """Counters, from any thread."""
         return replace(self.stats, busy_s=self.busy.read(time.monotonic()))
 
-    def close(self) -> None:
+    async def close(self) -> None:
         """Free the engine and fail what still runs. Idempotent."""
         self._fail(EngineError(f"engine {self.name} was closed"))
-        self.core.close()
+        await self.core.close()
 
     def _check_alive(self) -> None:
         if self._failed.done():
@@ -261,9 +261,12 @@ class VLLMClient:
         return segments
 
     def _version_of(self, label: str) -> int:
-        tag, _, version = label.partition("-")
+        tag, loaded, version = label.partition("-")
         if tag != self._tag:
-            self._on_death(f"a token was sampled by weights that this run did not load (label {label!r})")
+            if loaded:
+                self._fail(EngineError(f"engine {self.name}: another run loads its weights into it ({label!r})"))
+            else:  # the label an engine starts with
+                self._on_death("it was started again and has lost its weights")
             raise self._failed.result()
         return int(version)
 

@@ -34,10 +34,11 @@ class LocalCore:
 
     def __init__(self, llm: AsyncLLM) -> None:
         self.llm = llm
-        self.weight_backend = str(llm.vllm_config.weight_transfer_config.backend)
+        transfer = llm.vllm_config.weight_transfer_config
+        self.weight_backend = str(transfer.backend) if transfer is not None else ""
         self.stages = llm.vllm_config.parallel_config.worker_extension_cls.endswith("StagingExtension")
         self._loop = asyncio.get_running_loop()
-        self._sentinels = list(llm.engine_core.resources.engine_manager.sentinels())
+        self._sentinels: list[Any] = []
 
     def watch(self, died: Callable[[str], None]) -> None:
         """Have ``died`` called once the process is gone."""
@@ -46,6 +47,7 @@ class LocalCore:
             self._unwatch()
             died(DIED)
 
+        self._sentinels = list(self.llm.engine_core.resources.engine_manager.sentinels())
         for sentinel in self._sentinels:
             self._loop.add_reader(sentinel, on_death)
 
@@ -112,7 +114,7 @@ class LocalCore:
         with _translated():
             await self.llm.reset_prefix_cache(reset_running_requests=True)
 
-    def close(self) -> None:
+    async def close(self) -> None:
         """End the process."""
         self._unwatch()
         processes = self.llm.engine_core.resources.engine_manager.processes

@@ -108,6 +108,6 @@ class VLLMCore(Protocol):
         """Have the running requests compute all their keys and values again."""
         ...
 
-    def close(self) -> None:
+    async def close(self) -> None:
         """Free everything. Idempotent."""
         ...

@@ -1,0 +1,188 @@
+"""The middleware of a vLLM server: who is answered, and what the routes call."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+pytest.importorskip("vllm")
+
+from async_rl.engines import vllm_server_routes
+from async_rl.engines.vllm_server_address import KEY_VARIABLE
+from async_rl.engines.vllm_server_routes import ServerRoutes
+
+SECRET = "hunter2-hunter2"
+LOCAL, ELSEWHERE = ("127.0.0.1", 5), ("10.0.0.9", 5)
+
+
+class FakeLLM:
+    """Notes what is called on it; the part of AsyncLLM that the routes use."""
+
+    errored = False
+
+    def __init__(self) -> None:
+        self.calls: list[Any] = []
+        self.fails: Exception | None = None
+        self.engine_core = SimpleNamespace(
+            pause_scheduler_async=self._note("pause"), resume_scheduler_async=self._note("resume")
+        )
+        self.vllm_config = SimpleNamespace(
+            model_config=SimpleNamespace(
+                model="m", dtype="torch.float32", logprobs_mode="p", generation_config="vllm", max_model_len=9
+            ),
+            weight_transfer_config=SimpleNamespace(backend="async_rl_file"),
+            parallel_config=SimpleNamespace(worker_extension_cls="x.StagingExtension"),
+        )
+        for name in ("init_weight_transfer_engine", "get_supported_tasks", "start_weight_update", "update_weights"):
+            setattr(self, name, self._note(name))
+        self.finish_weight_update = self._note("finish_weight_update")
+        self.collective_rpc = self._note("rpc", [True])
+        self.reset_prefix_cache = self._note("reset")
+
+    def _note(self, name: str, result: Any = None):
+        async def call(*args: Any, **kwargs: Any) -> Any:
+            self.calls.append((name, args, kwargs))
+            if self.fails is not None:
+                raise self.fails
+            return result
+
+        return call
+
+    def names(self) -> list[str]:
+        return [name for name, _, _ in self.calls]
+
+
+def ask(
+    routes: ServerRoutes,
+    method: str,
+    path: str,
+    body: Any = None,
+    *,
+    client: Any = LOCAL,
+    key: str = "",
+    llm: Any = None,
+    raw: bytes | None = None,
+) -> tuple[int, Any]:
+    """One request; 418 is what vLLM's own application answers with."""
+    data = raw if raw is not None else json.dumps(body).encode() if body is not None else b""
+    messages = [{"type": "http.request", "body": data[i : i + 5], "more_body": True} for i in range(0, len(data), 5)]
+    messages.append({"type": "http.request", "body": b"", "more_body": False})
+    sent: list[dict] = []
+
+    async def receive() -> dict:
+        return messages.pop(0)
+
+    async def send(message: dict) -> None:
+        sent.append(message)
+
+    headers = [(b"authorization", f"Bearer {key}".encode())] if key else []
+    app = SimpleNamespace(state=SimpleNamespace(engine_client=llm or FakeLLM()))
+    scope = {"type": "http", "method": method, "path": path, "headers": headers, "client": client, "app": app}
+    asyncio.run(routes(scope, receive, send))
+    return sent[0]["status"], json.loads(sent[1]["body"] or b"null")
+
+
+async def vllms_own(scope: Any, receive: Any, send: Any) -> None:
+    await send({"type": "http.response.start", "status": 418, "headers": []})
+    await send({"type": "http.response.body", "body": b""})
+
+
+@pytest.fixture
+def open_routes(monkeypatch: pytest.MonkeyPatch) -> ServerRoutes:
+    monkeypatch.delenv(KEY_VARIABLE, raising=False)
+    return ServerRoutes(vllms_own)
+
+
+@pytest.mark.parametrize("path", ["/async_rl/info", "/inference/v1/generate", "/v1/models", "/metrics", "/anything"])
+def test_with_a_key_nothing_but_health_is_answered_without_it(monkeypatch, path):
+    monkeypatch.setenv(KEY_VARIABLE, SECRET)
+    routes = ServerRoutes(vllms_own)
+    for client in (LOCAL, ELSEWHERE):
+        for wrong in ("", "hunter2", SECRET + "x"):
+            status, content = ask(routes, "GET", path, client=client, key=wrong)
+            assert status == 401
+            assert KEY_VARIABLE in content["error"]
+            assert SECRET not in content["error"]
+        assert ask(routes, "GET", path, client=client, key=SECRET)[0] == (200 if path.startswith("/async_rl") else 418)
+        assert ask(routes, "GET", "/health", client=client)[0] == 418
+
+
+def test_without_a_key_only_this_machine_is_answered(open_routes):
+    assert ask(open_routes, "GET", "/v1/models")[0] == 418
+    assert ask(open_routes, "GET", "/async_rl/info", client=("::1", 1))[0] == 200
+    for client in (ELSEWHERE, None):
+        for path in ("/v1/models", "/async_rl/info"):
+            status, content = ask(open_routes, "GET", path, client=client)
+            assert (status, KEY_VARIABLE in content["error"]) == (401, True)
+
+
+def test_websockets_are_closed(open_routes):
+    sent: list[dict] = []
+
+    async def send(message: dict) -> None:
+        sent.append(message)
+
+    asyncio.run(open_routes({"type": "websocket", "path": "/v1/realtime"}, None, send))
+    assert [m["type"] for m in sent] == ["websocket.close"]
+
+
+def test_facts(open_routes):
+    status, content = ask(open_routes, "GET", "/async_rl/info")
+    facts = content["result"]
+    assert status == 200
+    assert {k: facts[k] for k in ("alive", "dtype", "weight_backend", "stages", "max_model_len")} == {
+        "alive": True, "dtype": "float32", "weight_backend": "async_rl_file", "stages": True, "max_model_len": 9,
+    }  # fmt: skip
+    assert ask(open_routes, "GET", "/async_rl/info")[1]["result"]["incarnation"] == facts["incarnation"]
+    assert ask(ServerRoutes(vllms_own), "GET", "/async_rl/info")[1]["result"]["incarnation"] != facts["incarnation"]
+
+
+def test_a_load_is_one_call_and_carries_the_label(open_routes):
+    llm = FakeLLM()
+    assert ask(open_routes, "POST", "/async_rl/stage", {"info": {"path": "x"}}, llm=llm) == (200, {"result": True})
+    assert ask(open_routes, "POST", "/async_rl/pause", {}, llm=llm)[0] == 200
+    assert ask(open_routes, "POST", "/async_rl/load", {"info": {"path": "x"}, "label": "t-3"}, llm=llm)[0] == 200
+    assert ask(open_routes, "POST", "/async_rl/resume", llm=llm)[0] == 200
+    assert llm.names() == [
+        "rpc", "pause", "start_weight_update", "update_weights", "finish_weight_update", "resume",
+    ]  # fmt: skip
+    assert llm.calls[1][2] == {"mode": "keep", "clear_cache": False}
+    assert llm.calls[4][2] == {"weight_version": "t-3"}
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "raw", "status"),
+    [
+        ("POST", "/async_rl/collective_rpc", b"{}", 404),
+        ("POST", "/async_rl/close", b"{}", 404),
+        ("POST", "/async_rl/llm", b"{}", 404),
+        ("GET", "/async_rl/pause", b"", 404),
+        ("POST", "/async_rl/load", b"{", 400),
+        ("POST", "/async_rl/load", b"[]", 400),
+        ("POST", "/async_rl/load", b'{"label": "x"}', 400),
+        ("POST", "/async_rl/load", b'{"info": {}}', 400),
+        ("POST", "/async_rl/stage", b'{"info": 3}', 400),
+        ("POST", "/async_rl/stage", b'{"info": {' + b" " * 100 + b"}}", 400),
+    ],
+)
+def test_what_is_not_a_route_or_not_json_is_refused(open_routes, monkeypatch, method, path, raw, status):
+    monkeypatch.setattr(vllm_server_routes, "MOST_BYTES", 100)
+    llm = FakeLLM()
+    answered, content = ask(open_routes, method, path, raw=raw, llm=llm)
+    assert answered == status
+    assert content["error"]
+    assert llm.calls == []
+
+
+def test_errors_tell_death_from_failure(open_routes):
+    from vllm.v1.engine.exceptions import EngineDeadError
+
+    llm = FakeLLM()
+    llm.fails = EngineDeadError()
+    assert ask(open_routes, "POST", "/async_rl/pause", llm=llm)[0] == 503
+    llm.fails = RuntimeError("torn")
+    assert ask(open_routes, "POST", "/async_rl/pause", llm=llm) == (500, {"error": "RuntimeError: torn"})
