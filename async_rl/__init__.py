@@ -15,13 +15,16 @@ if TYPE_CHECKING:
     from async_rl.engines.transformers import TransformersEngine
     from async_rl.engines.vllm import VLLMEngine
     from async_rl.environments.base import Environment, Reward, SingleTurn
+    from async_rl.environments.budget import BudgetError
     from async_rl.environments.functional import Task
+    from async_rl.environments.tools import ToolEnvironment
     from async_rl.models import resolve_model
     from async_rl.policy import PolicyModule
     from async_rl.trainer import AsyncRLTrainer
 
 _HOME = {
     "AsyncRLTrainer": "async_rl.trainer",
+    "BudgetError": "async_rl.environments.budget",
     "Environment": "async_rl.environments.base",
     "PolicyModule": "async_rl.policy",
     "RLCallback": "async_rl.callbacks.base",
@@ -30,6 +33,7 @@ _HOME = {
     "SamplingParams": "async_rl.engines.base",
     "SingleTurn": "async_rl.environments.base",
     "Task": "async_rl.environments.functional",
+    "ToolEnvironment": "async_rl.environments.tools",
     "TransformersEngine": "async_rl.engines.transformers",
     "VLLMEngine": "async_rl.engines.vllm",
     "resolve_model": "async_rl.models",
@@ -37,6 +41,7 @@ _HOME = {
 
 __all__ = [
     "AsyncRLTrainer",
+    "BudgetError",
     "Environment",
     "PolicyModule",
     "RLCallback",
@@ -45,6 +50,7 @@ __all__ = [
     "SamplingParams",
     "SingleTurn",
     "Task",
+    "ToolEnvironment",
     "TransformersEngine",
     "VLLMEngine",
     "resolve_model",

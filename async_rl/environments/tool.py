@@ -78,6 +78,7 @@ class Tool:
                 f"tool {self.name}: {error}. A tool is a function with a type hint on every parameter and a docstring "
                 "that describes it and, under Args:, each parameter"
             ) from error
+        self.schema["function"].pop("return", None)  # costs tokens and tells the model nothing
         self._parameters: Mapping[str, Any] = self.schema["function"]["parameters"]
         self._function = function
 

@@ -441,6 +441,24 @@ def test_a_function_that_cannot_be_a_tool_is_refused_by_name(function: Any, prob
         Tool(function)
 
 
+def test_the_schema_says_what_the_model_needs_and_no_more() -> None:
+    assert Tool(multiply).schema == {
+        "type": "function",
+        "function": {
+            "name": "multiply",
+            "description": "Multiplies two numbers.",
+            "parameters": {
+                "type": "object",
+                "properties": {
+                    "a": {"type": "integer", "description": "One number."},
+                    "b": {"type": "integer", "description": "The other."},
+                },
+                "required": ["a"],
+            },
+        },
+    }
+
+
 def test_two_tools_of_one_name_are_refused() -> None:
     with pytest.raises(ValueError, match="two tools are called 'multiply'"):
         Toolbox([multiply, multiply], 1.0)
