@@ -7,15 +7,17 @@ import functools
 import inspect
 import json
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any
 
+from async_rl.environments.json_types import type_fault
 from async_rl.environments.offload import call_user
-from async_rl.environments.tool_calls import MalformedCall, ToolCall
 
 log = logging.getLogger(__name__)
+
+_BY_NAME = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
 
 _warned: set[str] = set()  # tools whose exception was logged once
 
@@ -137,93 +139,6 @@ class Tool:
         return ToolResult(self.name, f"Error: {text}", CallOutcome.ERROR)
 
 
-_BY_NAME = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
-
-
-class Toolbox:
-    """The tools of one attempt.
-
-    Args:
-        functions: The tools, of different names.
-        timeout_s: Deadline of one call, > 0.
-        max_calls: Most calls of one turn that are carried out; the model is told about the rest.
-
-    Attributes:
-        schemas: What the model is told about them.
-
-    Raises:
-        ValueError: a function can't be a tool, or two have the same name.
-    """
-
-    def __init__(self, functions: Sequence[Callable[..., Any]], timeout_s: float, max_calls: int = 16) -> None:
-        tools = [Tool(function) for function in functions]
-        self._tools = {tool.name: tool for tool in tools}
-        if len(self._tools) < len(tools):
-            names = [tool.name for tool in tools]
-            raise ValueError(f"two tools are called {next(n for n in names if names.count(n) > 1)!r}; rename one")
-        self._timeout_s = timeout_s
-        self._max_calls = max_calls
-        self.schemas: list[dict[str, Any]] = [tool.schema for tool in tools]
-
-    async def run(self, calls: Sequence[ToolCall | MalformedCall]) -> list[ToolResult]:
-        """Carry out the calls of one turn at the same time; the results are in the order of the calls."""
-        results = await asyncio.gather(*(self._run_one(call) for call in calls[: self._max_calls]))
-        refused = len(calls) - len(results)
-        text = f"Error: not called, more than {self._max_calls} calls in one turn"
-        return [*results, *[ToolResult("", text, CallOutcome.ERROR)] * max(refused, 0)]
-
-    async def _run_one(self, call: ToolCall | MalformedCall) -> ToolResult:
-        if isinstance(call, MalformedCall):
-            return ToolResult("", f"Error: {call.problem}", CallOutcome.ERROR)
-        if call.name not in self._tools:
-            known = ", ".join(self._tools) or "none"
-            return ToolResult(call.name, f"Error: no tool {call.name!r}; tools: {known}", CallOutcome.ERROR)
-        return await self._tools[call.name].call(call.arguments, self._timeout_s)
-
-
 def as_text(value: Any) -> str:
     """A tool's result for the model: strings as they are, everything else as JSON where it can be."""
     return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)
-
-
-_TYPES: Mapping[str, tuple[type, ...]] = {
-    "string": (str,),
-    "integer": (int,),
-    "number": (int, float),
-    "boolean": (bool,),
-    "null": (type(None),),
-    "array": (list,),
-    "object": (dict,),
-}
-
-
-def type_fault(value: Any, schema: Mapping[str, Any]) -> str:
-    """What a JSON value should have been, or ``""`` where it fits the schema (as ``get_json_schema`` makes them)."""
-    if value is None and schema.get("nullable"):
-        return ""
-    if "anyOf" in schema:
-        faults = [type_fault(value, option) for option in schema["anyOf"]]
-        return "" if "" in faults else " or ".join(faults)
-    if "enum" in schema and value not in schema["enum"]:
-        return f"one of {json.dumps(schema['enum'])}"
-    names = schema.get("type", ())
-    names = [names] if isinstance(names, str) else list(names)
-    if names and not any(_is_a(value, name) for name in names):
-        return " or ".join(names)
-    if isinstance(value, list):
-        items = schema.get("prefixItems") or [schema.get("items", {})] * len(value)
-        if len(items) != len(value):
-            return f"an array of {len(items)} items"
-        return next(
-            (f"an array whose items are {f}" for v, i in zip(value, items, strict=True) if (f := type_fault(v, i))), ""
-        )
-    if isinstance(value, dict):
-        inner = schema.get("additionalProperties", {})
-        return next((f"an object whose values are {f}" for v in value.values() if (f := type_fault(v, inner))), "")
-    return ""
-
-
-def _is_a(value: Any, name: str) -> bool:
-    if isinstance(value, bool):  # to Python a bool is an int, to JSON it is not
-        return name == "boolean"
-    return isinstance(value, _TYPES.get(name, (object,)))

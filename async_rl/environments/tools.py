@@ -12,7 +12,8 @@ from typing_extensions import override
 from async_rl.environments.base import Environment, Reward, call_reward
 from async_rl.environments.budget import BudgetError
 from async_rl.environments.offload import call_user
-from async_rl.environments.tool import CallOutcome, Toolbox
+from async_rl.environments.tool import CallOutcome
+from async_rl.environments.toolbox import Toolbox
 
 if TYPE_CHECKING:
     from async_rl.environments.chat import Chat

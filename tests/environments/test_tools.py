@@ -24,8 +24,9 @@ from async_rl.environments import (
     ToolEnvironment,
     make_rollout,
 )
-from async_rl.environments.tool import CallOutcome, Tool, Toolbox
+from async_rl.environments.tool import CallOutcome, Tool
 from async_rl.environments.tool_calls import MalformedCall, ToolCall
+from async_rl.environments.toolbox import Toolbox
 from async_rl.types import Prompt, RolloutTask, Trajectory
 
 
