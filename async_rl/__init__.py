@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from async_rl.engines.base import SamplingParams
     from async_rl.engines.transformers import TransformersEngine
     from async_rl.engines.vllm import VLLMEngine
+    from async_rl.engines.vllm_server import VLLMServerEngine
     from async_rl.environments.base import Environment, Reward, SingleTurn
     from async_rl.environments.budget import BudgetError
     from async_rl.environments.functional import Task
@@ -36,6 +37,7 @@ _HOME = {
     "ToolEnvironment": "async_rl.environments.tools",
     "TransformersEngine": "async_rl.engines.transformers",
     "VLLMEngine": "async_rl.engines.vllm",
+    "VLLMServerEngine": "async_rl.engines.vllm_server",
     "resolve_model": "async_rl.models",
 }
 
@@ -53,6 +55,7 @@ __all__ = [
     "ToolEnvironment",
     "TransformersEngine",
     "VLLMEngine",
+    "VLLMServerEngine",
     "resolve_model",
 ]
 
