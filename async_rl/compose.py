@@ -325,9 +325,8 @@ def _by_hardware(cpu: Any, gpu: Any, *, _root_: DictConfig) -> Any:
 
 @functools.cache
 def _fresh_directory(recipe: str) -> str:
-    """A directory for this process; runs started in the same second get one each."""
-    name = f"runs/{recipe}/{datetime.datetime.now():%Y-%m-%d_%H-%M-%S}"
-    return next(n for n in itertools.chain([name], (f"{name}-{i}" for i in itertools.count(2))) if not Path(n).exists())
+    """A directory for this process; its id keeps apart runs that are started in the same second."""
+    return f"runs/{recipe}/{datetime.datetime.now():%Y-%m-%d_%H-%M-%S}-{os.getpid()}"
 
 
 def _default_run_dir(*, _root_: DictConfig) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import time
 from pathlib import Path
 from typing import Any
@@ -11,9 +12,13 @@ from lightning.pytorch.loggers.logger import Logger, rank_zero_experiment
 from lightning.pytorch.utilities import rank_zero_only
 from typing_extensions import override
 
+log = logging.getLogger(__name__)
+
 
 class JsonlLogger(Logger):
     """Appends ``{"step": ..., "time_s": ..., <metric>: ...}`` lines to a file; readable while the run goes on.
+
+    A line that can't be written (a full disk) is lost with a warning: metrics are no reason to end a run.
 
     Args:
         path: The file; its directory is created.
@@ -22,6 +27,7 @@ class JsonlLogger(Logger):
     def __init__(self, path: str | Path) -> None:
         super().__init__()
         self.path = Path(path)
+        self._failing = False
 
     @property
     @rank_zero_experiment
@@ -42,10 +48,17 @@ class JsonlLogger(Logger):
     @override
     @rank_zero_only
     def log_metrics(self, metrics: dict[str, float], step: int | None = None) -> None:
-        self.path.parent.mkdir(parents=True, exist_ok=True)
         row = {"step": step, "time_s": round(time.time(), 3), **{k: v for k, v in metrics.items() if k != "epoch"}}
-        with self.path.open("a") as file:
-            file.write(json.dumps(row) + "\n")
+        try:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            with self.path.open("a") as file:
+                file.write(json.dumps(row) + "\n")
+        except OSError as error:
+            if not self._failing:
+                log.warning("%s can't be written: %s; the run goes on without it", self.path, error.strerror or error)
+            self._failing = True
+        else:
+            self._failing = False
 
     @override
     @rank_zero_only

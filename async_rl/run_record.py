@@ -5,7 +5,7 @@ from __future__ import annotations
 import datetime
 import importlib.metadata
 import json
-import os
+import logging
 import platform
 import shutil
 import subprocess
@@ -14,6 +14,9 @@ from pathlib import Path
 from typing import Any
 
 from async_rl.config import ConfigError, Problem, RunConfig
+from async_rl.durable import durable_file
+
+log = logging.getLogger(__name__)
 
 RECORD = "run.json"
 DATABASE = "run.db"
@@ -139,14 +142,17 @@ class RunRecord:
         self._write()
 
     def finish(self, reason: str, exit_code: int) -> None:
-        """Write down how the run ended."""
+        """Write down how the run ended; where that is impossible, a warning says so."""
         self._content |= {"ended": _now(), "exit_reason": reason, "exit_code": exit_code}
         self._write()
 
     def _write(self) -> None:
-        aside = self._file.with_suffix(".json.tmp")
-        aside.write_text(json.dumps(self._content, indent=2) + "\n", encoding="utf-8")
-        os.replace(aside, self._file)
+        # A disk that is full must not keep a run from ending with its own reason and exit code.
+        try:
+            with durable_file(self._file) as file:
+                file.write((json.dumps(self._content, indent=2) + "\n").encode())
+        except OSError as error:
+            log.warning("%s can't be written: %s", self._file, error.strerror or error)
 
 
 def _now() -> str:

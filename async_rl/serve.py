@@ -9,12 +9,12 @@ import os
 import sys
 from typing import Any
 
+from async_rl.engines.scratch import Scratch
 from async_rl.engines.vllm_launch import (
     VLLMSettings,
     child_environment,
     engine_arguments,
     engine_cores,
-    make_scratch,
 )
 from async_rl.engines.vllm_server_address import KEY_VARIABLE, api_key, is_loopback
 from async_rl.weights.file import BACKEND as FILE
@@ -51,8 +51,7 @@ def parse(arguments: list[str]) -> argparse.Namespace:
 def main(arguments: list[str]) -> None:
     """Serve until SIGINT or SIGTERM."""
     given = parse(arguments)
-    scratch = make_scratch()
-    # Before vLLM is imported: it reads them then, and its child inherits them.
+    scratch = Scratch()
     from vllm.platforms import current_platform
 
     on_cpu = current_platform.is_cpu()
@@ -66,6 +65,8 @@ def main(arguments: list[str]) -> None:
         _serve(given, settings, scratch.name, on_cpu)
     finally:
         scratch.cleanup()
+    sys.stdout.flush()
+    os._exit(0)  # libraries complain about each other when an interpreter with vLLM in it closes
 
 
 def _settings(given: argparse.Namespace) -> VLLMSettings:
@@ -96,6 +97,7 @@ def _serve(given: argparse.Namespace, settings: VLLMSettings, scratch: str, on_c
     import uvloop
     from vllm.entrypoints.launchers.api_server.entry import run_server
     from vllm.entrypoints.launchers.cli_args import make_arg_parser, validate_parsed_serve_args
+    from vllm.logger import configure_logging_from_args
     from vllm.utils.argparse_utils import FlexibleArgumentParser
 
     arguments = make_arg_parser(FlexibleArgumentParser()).parse_args([])
@@ -107,6 +109,7 @@ def _serve(given: argparse.Namespace, settings: VLLMSettings, scratch: str, on_c
     arguments.disable_uvicorn_access_log = True
     arguments.disable_fastapi_docs = True
     arguments.enable_scale_out = True  # the routes for tokens in and tokens out
+    configure_logging_from_args(arguments)
     validate_parsed_serve_args(arguments)
     who = f"those who have the key in {KEY_VARIABLE}" if api_key() else "this machine only"
     print(f"serving {settings.model} at http://{given.host}:{given.port}, to {who}", flush=True)
