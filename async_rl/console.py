@@ -76,7 +76,9 @@ def print_error(error: Exception) -> str:
             print(_users_traceback(error.__cause__), end="", file=sys.stderr)
         print(f"error: {what}", file=sys.stderr)
     elif isinstance(error, OSError) and error.errno in _DISK_FULL:
-        print(f"error: the disk is full: {error}. What was written before is kept: see resume", file=sys.stderr)
+        print(
+            f"error: the disk is full: {error}. What was written is kept: make room, then resume=true", file=sys.stderr
+        )
     else:
         traceback.print_exception(error)
     return what
