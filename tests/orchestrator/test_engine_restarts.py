@@ -4,13 +4,13 @@ import asyncio
 import random
 import threading
 import time
+from types import SimpleNamespace
 
 import pytest
 from loop_kit import (
     ByHand,
     FakeEngine,
     FakeSource,
-    at_once,
     eventually,
     finished,
     patient,
@@ -30,6 +30,12 @@ class DiedError(RuntimeError):
     fatal = True
 
 
+class NotServingError(RuntimeError):
+    """What an engine says that was started again: no request of its earlier life is known to it."""
+
+    fatal = True
+
+
 class Mortal(FakeEngine):
     """Dies when told to, and is a new engine once it was closed and started again.
 
@@ -43,19 +49,26 @@ class Mortal(FakeEngine):
         self.dead = False
         self.closed = 0
         self.starts = 0
+        self._lock = threading.Lock()
 
     @property
     def died(self):
         return DiedError(f"{self.name} is gone") if self.dead and self.knows else None
 
-    def check(self):
-        if self.dead:
-            raise DiedError(f"{self.name} is gone")
+    def serve(self, life=None):
+        """The version served to a request that came in its ``life``-th life."""
+        with self._lock:
+            if self.dead:
+                raise DiedError(f"{self.name} is gone")
+            if life not in (None, self.starts) or self.version < 0:
+                raise NotServingError(f"{self.name} does not serve this")
+            return self.version
 
     async def load_weights(self, version, source):
-        self.check()
-        await super().load_weights(version, source)
-        self.check()
+        if not self.dead:
+            await super().load_weights(version, source)
+        if self.dead:
+            raise DiedError(f"{self.name} is gone")
 
     async def close(self):
         self.closed += 1
@@ -64,18 +77,27 @@ class Mortal(FakeEngine):
         self.starts += 1
         if self.on_start is not None:
             await self.on_start(self.starts)
-        self.dead = False
-        self.version = -1
+        with self._lock:
+            self.version = -1
+            self.dead = False
+
+
+def stamped(task, version, reward=None, head=None):
+    return finished(task, SimpleNamespace(version=version), reward, head)
+
+
+async def at_once(task, engine):
+    return stamped(task, engine.serve())
 
 
 async def long_or_dead(task, engine):
     """A rollout that notices a death at its next token."""
-    head = engine.version
+    life = engine.starts
+    head = engine.serve(life)
     for _ in range(4):
-        engine.check()
         await asyncio.sleep(random.Random(task.seed).random() * 0.004)
-    engine.check()
-    return finished(task, engine, head=head)
+        tail = engine.serve(life)
+    return stamped(task, tail, head=head)
 
 
 class MortalByHand(ByHand):
@@ -86,15 +108,16 @@ class MortalByHand(ByHand):
         self.deaths = []
 
     async def __call__(self, task, engine):
-        head = engine.version
+        life = engine.starts
+        head = tail = engine.serve(life)
         future = self._future(*self._key(task))
         self.started.append(task)
         while not future.done():
             if engine.dead:
                 self.deaths.append(task)
-                engine.check()
+            tail = engine.serve(life)
             await asyncio.sleep(0.002)
-        return finished(task, engine, future.result(), head=head)
+        return stamped(task, tail, future.result(), head)
 
 
 def slow_start(seconds):
@@ -254,19 +277,13 @@ def test_deaths_do_not_mix_versions_under_trajectory_sampling(policy):
 
 def test_user_code_that_wraps_the_death_hides_nothing():
     async def rollout(task, engine):
-        head = engine.version
+        engine.dead = engine.dead or (task.group_id == 2 and not engine.starts)
         try:
-            for _ in range(3):
-                engine.check()
-                await asyncio.sleep(0.002)
+            return stamped(task, engine.serve())
         except DiedError as error:
             raise ValueError("my environment failed") from error
-        return finished(task, engine, head=head)
 
-    engine = Mortal()
-    with running(rollout, engines=[engine], max_retries=0, max_failures=0) as orchestrator:
-        step(orchestrator)
-        engine.dead = True
+    with running(rollout, engines=[Mortal()], max_retries=0, max_failures=0) as orchestrator:
         train(orchestrator)
         assert orchestrator.outcomes()["failed"] == 0
         assert orchestrator.snapshot()["engine_restarts"] == 1
@@ -280,7 +297,7 @@ def test_a_rollout_that_is_busy_elsewhere_is_given_up_with_its_engine():
         calls.append(task)
         if len(calls) == 1:
             await asyncio.sleep(3600)
-        return finished(task, engine)
+        return stamped(task, engine.serve())
 
     with running(rollout, engines=[engine], batch_size=1, group_size=1, max_staleness=0) as orchestrator:
         eventually(lambda: len(calls) == 1)
@@ -381,7 +398,7 @@ def test_what_is_asked_of_an_engine_is_asked_again_once_it_is_back():
         answers.append(engine.version)
         if len(answers) == 1:
             engine.dead = True
-        engine.check()
+        engine.serve()
         return "answer"
 
     with running(at_once, engines=[engine], resume=False) as orchestrator:
@@ -456,6 +473,21 @@ def test_a_server_that_restarts_itself_is_waited_for_and_costs_nothing_while_ano
         eventually(lambda: engines[0].starts > 20)  # for longer than start_timeout_s
         step(orchestrator)
         eventually(lambda: orchestrator.snapshot()["engines_open"] == 2)
+
+
+def test_a_server_has_its_start_timeout_from_the_moment_when_the_last_other_one_closed(monkeypatch):
+    monkeypatch.setattr("async_rl.orchestrator.restarts._RETRY_S", 0.02)
+
+    async def never(n):
+        raise OSError("connection refused")
+
+    engines = [Remote("a", knows=True, on_start=never), Remote("b", knows=True, on_start=slow_start(0.1))]
+    with running(at_once, engines=engines, max_engine_restarts=1) as orchestrator:
+        engines[0].dead = True
+        eventually(lambda: engines[0].starts > 20)
+        engines[1].dead = True
+        eventually(lambda: engines[1].starts == 1 and orchestrator.snapshot()["engines_open"] == 1)
+        step(orchestrator)
 
 
 def test_with_no_server_open_the_run_ends_after_the_start_timeout(monkeypatch):
