@@ -162,6 +162,8 @@ def test_a_wrong_name_is_refused_with_the_nearest_right_one(override, nearest_na
         ("rollout.max_generated_tokens=0", "a number >= 1"),
         ("rollout.max_context=1", "a number >= 2"),
         ("rollout.template_rewrite=ignore", "one of refuse, split"),
+        ("run.max_engine_restarts=-1", "a number >= 0"),
+        ("run.stall_timeout_s=0", "a number > 0"),
         ("model.name_or_path=[a]", "a text"),
         ("optimizer.lr=0", "a number > 0"),
         ("optimizer.lr=abc", "a number > 0"),
