@@ -171,12 +171,18 @@ class RolloutThread:
 
     def _succeeded(self, attempt: _Attempt, trajectory: Trajectory) -> None:
         flight, sample_index = attempt.flight, attempt.task.sample_index
+        if (death := getattr(flight.slot.engine, "died", None)) is not None or flight.lost_engine:
+            # User code may have caught the engine's death and made a result of it.
+            self._lose(flight, death or RuntimeError(f"engine {flight.slot.engine.name} died"))
+            return
         self._close(attempt)
         landing = self._landing
-        if not landing.outcomes or landing.outcomes[-1] is not None:
-            landing.outcomes.append(None)
         flight.landed[sample_index] = trajectory
-        if flight.group_id >= 0:
+        if flight.evaluates:
+            landing.evaluated += 1
+        else:
+            if not landing.outcomes or landing.outcomes[-1] is not None:
+                landing.outcomes.append(None)
             landing.landed.append((flight.group_id, trajectory))
         self._sample_ended(flight)
 
@@ -188,9 +194,12 @@ class RolloutThread:
         self._close(attempt)
         if getattr(error, "fatal", False):
             self._crashed(error)
-        self._landing.outcomes.append(error)
+        if flight.evaluates:  # counts against nothing of the training's, its budget of failures included
+            self._landing.evaluated += 1
+        else:
+            self._landing.outcomes.append(error)
         if task.attempt < self._max_retries:
-            self._landing.retries += 1
+            self._landing.retries += not flight.evaluates
             self._launch(flight, task.sample_index, task.attempt + 1)
             self._schedule_landing()
             return

@@ -289,6 +289,21 @@ def test_user_code_that_wraps_the_death_hides_nothing():
         assert orchestrator.snapshot()["engine_restarts"] == 1
 
 
+def test_user_code_that_makes_a_result_of_the_death_is_not_believed():
+    async def rollout(task, engine):
+        version = engine.serve()
+        engine.dead = engine.dead or (task.group_id == 2 and not engine.starts)
+        try:
+            engine.serve()
+        except DiedError:
+            return stamped(task, version, reward=-99.0)
+        return stamped(task, version)
+
+    with running(rollout, engines=[Mortal(knows=True)]) as orchestrator:
+        assert min(min(g.rewards) for b in train(orchestrator) for g in b.groups) == 0.0
+        assert orchestrator.snapshot()["engine_restarts"] == 1
+
+
 def test_a_rollout_that_is_busy_elsewhere_is_given_up_with_its_engine():
     """A tool call that goes on for long would be thrown away at its next turn: it is flown again at once."""
     engine, calls = Mortal(knows=True), []
