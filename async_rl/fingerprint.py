@@ -29,6 +29,7 @@ def fingerprint(policy: PolicyModule, data: RolloutDataModule, seed: int) -> dic
         "seed": seed,
         "rollout.epochs": data.epochs,
         "rollout.shuffle": data.shuffle,
+        "rollout.mixture": None if data.mixture is None else dict(data.mixture),
         "rollout.sampling.temperature": data.sampling.temperature,
     }
 

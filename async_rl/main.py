@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import os
 import sys
-import traceback
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -22,11 +21,13 @@ from omegaconf.errors import OmegaConfBaseException
 
 from async_rl import compose
 from async_rl.config import Component, ConfigError, RunConfig, optimizer_extras
+from async_rl.console import messages, print_error
 from async_rl.earlier_config import CONFIG, continued, earlier_choices
 from async_rl.hub import SourceNotFoundError
 from async_rl.run_end import EXIT_CONFIG, EXIT_ERROR, EXIT_FINISHED, EXIT_INTERRUPTED
 from async_rl.run_record import RunRecord, claim_directory
-from async_rl.types import RunError, SettingError
+from async_rl.signals import terminating_interrupts
+from async_rl.types import SettingError
 
 if TYPE_CHECKING:
     from async_rl.datamodule import RolloutDataModule
@@ -86,7 +87,7 @@ def _job(config: DictConfig, command: Sequence[str]) -> int:
         print(settings.note, flush=True)
     code, reason = EXIT_ERROR, "error"
     try:
-        with _logging(Path(checked.run_dir) / "run.log"):
+        with messages(Path(checked.run_dir) / "run.log"), terminating_interrupts():
             code, reason = _train(checked, choices, record)
     except KeyboardInterrupt:
         reason = "interrupted before training"
@@ -110,7 +111,7 @@ def _train(config: RunConfig, choices: Mapping[str, Any], record: RunRecord) -> 
         return EXIT_ERROR, str(error)
     except Exception as error:
         if (refusal := _refusal(error)) is None:
-            return EXIT_ERROR, _unexpected(error)
+            return EXIT_ERROR, print_error(error)
         log.debug("while building", exc_info=error)
         compose.report(refusal)
         return EXIT_CONFIG, refusal
@@ -123,7 +124,7 @@ def _train(config: RunConfig, choices: Mapping[str, Any], record: RunRecord) -> 
         compose.report(str(error))
         return EXIT_CONFIG, str(error)
     except Exception as error:
-        return EXIT_ERROR, _unexpected(error)
+        return EXIT_ERROR, print_error(error)
     finally:
         summary = next((c.figures for c in trainer.callbacks if isinstance(c, RunSummary)), {})
         record.add_results(trainer.evaluations, summary)
@@ -137,34 +138,9 @@ def _refusal(error: Exception) -> str | None:
     return str(error) if isinstance(error, ValueError) else None
 
 
-def _unexpected(error: Exception) -> str:
-    """Print an error: a whole traceback, or where our message says it all only that of the user's code behind it."""
-    log.debug("the run failed", exc_info=error)
-    what = f"{type(error).__name__}: {error}"
-    if isinstance(error, RunError):
-        if error.__cause__ is not None:
-            print(_users_traceback(error.__cause__), end="", file=sys.stderr)
-        print(f"error: {what}", file=sys.stderr)
-    else:
-        traceback.print_exception(error)
-    return what
-
-
-def _users_traceback(error: BaseException) -> str:
-    """The traceback of an error from the first line of the user's own code on; empty where none was running."""
-    from async_rl.shutdown import is_user_code
-
-    frames = traceback.extract_tb(error.__traceback__)
-    first = next((i for i, frame in enumerate(frames) if is_user_code(frame.filename)), None)
-    if first is None:
-        return ""
-    lines = ["Traceback (your code; all of it is in run.log):\n", *traceback.format_list(frames[first:])]
-    return "".join(lines + traceback.format_exception_only(error))
-
-
 def build(
     config: RunConfig, choices: Mapping[str, Any], record: RunRecord
-) -> tuple[AsyncRLTrainer, PolicyModule, RolloutDataModule]:
+) -> tuple[AsyncRLTrainer, PolicyModule, RolloutDataModule | None]:
     """Make the objects of a run, print the header and write down what was taken."""
     import lightning.pytorch as pl
     import torch
@@ -176,12 +152,13 @@ def build(
     if config.hardware.trainer_threads is not None:
         torch.set_num_threads(config.hardware.trainer_threads)
     model = resolve_model(config.model.name_or_path, config.model.revision)
-    environment = _build_environments(config.environment)
+    environment = _build_environments(config.environment) if config.replay is None else None
     facts = _facts(config, choices, model, environment)
     record.start(facts)
     print("\n".join(f"{name:<8} {value}" for name, value in facts.items()), flush=True)
-    engine = _build_engines(config.engine, str(model.path))
-    datamodule = _build_datamodule(config, environment, engine)
+    datamodule = None  # a replay brings its own
+    if config.replay is None:
+        datamodule = _build_datamodule(config, environment, _build_engines(config.engine, str(model.path)))
     return _build_trainer(config), _build_policy(config, model), datamodule
 
 
@@ -281,6 +258,7 @@ def _build_trainer(config: RunConfig) -> AsyncRLTrainer:
         run_dir=config.run_dir,
         resume=config.resume,
         resume_allow=config.resume_allow,
+        replay=config.replay,
         eval_every=config.eval_every,
         evaluate_at=config.run.evaluation.at,
         checkpoint_every=config.run.checkpoint_every,
@@ -300,6 +278,25 @@ def _build_trainer(config: RunConfig) -> AsyncRLTrainer:
 
 def _facts(config: RunConfig, choices: Mapping[str, Any], model: ResolvedModel, environment: Any) -> dict[str, str]:
     """What the header shows and run.json keeps."""
+    return {
+        "recipe": f"{compose.recipe_name(choices)}, seed {config.seed}",
+        "model": f"{model.name}, {model.source}",
+        **(
+            _sources(config, choices, environment)
+            if config.replay is None
+            else {"data": f"recorded in {config.replay}"}
+        ),
+        "device": f"{config.hardware.accelerator}, {os.cpu_count()} cores, {config.hardware.precision}",
+        "steps": (
+            f"{config.max_steps} of {config.batch_size} x {config.group_size} rollouts, "
+            f"max_staleness {config.max_staleness}, admit_ahead {config.effective_admit_ahead}"
+        ),
+        "results": config.run_dir,
+    }
+
+
+def _sources(config: RunConfig, choices: Mapping[str, Any], environment: Any) -> dict[str, str]:
+    """Where prompts and samples come from."""
     nodes = [config.environment] if "_target_" in config.environment else list(config.environment.values())
     environments = list(environment.values()) if isinstance(environment, Mapping) else [environment]
     engine = str(config.engine["_target_"]).rpartition(".")[2]
@@ -310,16 +307,8 @@ def _facts(config: RunConfig, choices: Mapping[str, Any], model: ResolvedModel, 
     if choices.get("engine") == "auto":
         engine += f" (engine=auto: {compose.choose_engine().why})"
     return {
-        "recipe": f"{compose.recipe_name(choices)}, seed {config.seed}",
-        "model": f"{model.name}, {model.source}",
         "data": "; ".join(getattr(e, "source", "") or _call(n) for e, n in zip(environments, nodes, strict=True)),
         "engine": f"{engine}, {config.engine.get('dtype', 'its own dtype')}",
-        "device": f"{config.hardware.accelerator}, {os.cpu_count()} cores, {config.hardware.precision}",
-        "steps": (
-            f"{config.max_steps} of {config.batch_size} x {config.group_size} rollouts, "
-            f"max_staleness {config.max_staleness}, admit_ahead {config.effective_admit_ahead}"
-        ),
-        "results": config.run_dir,
     }
 
 
@@ -342,40 +331,6 @@ def _quieten_libraries() -> None:
         r".*does not have many workers",
     ):
         warnings.filterwarnings("ignore", message=message)
-
-
-@contextmanager
-def _logging(file: Path) -> Iterator[None]:
-    """Our messages on the error stream and in a file."""
-    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-    console, to_file = _Console(), logging.FileHandler(file)
-    console.setFormatter(_Plain())
-    console.setLevel(logging.INFO)
-    to_file.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
-    for handler in (console, to_file):
-        log.addHandler(handler)
-    log.setLevel(logging.DEBUG)
-    log.propagate = False
-    try:
-        yield
-    finally:
-        for handler in (console, to_file):
-            log.removeHandler(handler)
-            handler.close()
-
-
-class _Console(logging.StreamHandler):  # type: ignore[type-arg]
-    """Writes to what ``sys.stderr`` is at the moment: the live progress line replaces it while it is shown."""
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self.setStream(sys.stderr)
-        super().emit(record)
-
-
-class _Plain(logging.Formatter):
-    def format(self, record: logging.LogRecord) -> str:
-        text = super().format(record)
-        return text if record.levelno < logging.WARNING else f"{record.levelname}: {text}"
 
 
 @contextmanager

@@ -29,6 +29,21 @@ def may_be_allowed(name: str) -> bool:
     return name in _MEASURED or any(name == key or name.startswith(f"{key}.") for key in MEANING)
 
 
+def check_arguments(resume: bool, resume_allow: Collection[str], replay: str | os.PathLike[str] | None) -> None:
+    """Refuse what a trainer can't be given.
+
+    Raises:
+        ValueError: the message names the argument and the fix.
+    """
+    for name in resume_allow:
+        if not may_be_allowed(name):
+            raise ValueError(f"resume_allow={name!r} is nothing a resume refuses; give of {', '.join(MEANING)}")
+    if resume_allow and not resume:
+        raise ValueError(f"resume_allow={list(resume_allow)} without resume=True has no effect; remove it")
+    if resume and replay is not None:
+        raise ValueError(f"replay={os.fspath(replay)!r} with resume=True: a replay starts at version 0; remove one")
+
+
 def refusal(
     run_dir: str | os.PathLike[str], before: Mapping[str, Any], now: Mapping[str, Any], allow: Collection[str]
 ) -> str:

@@ -8,22 +8,32 @@ import threading
 import time
 from collections.abc import Callable, Coroutine, Iterable, Sequence
 from concurrent.futures import Future
+from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from async_rl.overlap import OverlapClock
+from async_rl.weights.parity import check_parity, mean_tolerance
 
 if TYPE_CHECKING:
     import torch
 
     from async_rl.engines.base import Engine
     from async_rl.environments.rollout import RolloutFunction
-    from async_rl.orchestrator.ledger import Ledger
+    from async_rl.orchestrator.ledger import AnyLedger
     from async_rl.orchestrator.orchestrator import Orchestrator
+    from async_rl.policy import PolicyModule
     from async_rl.types import Prompt
     from async_rl.weights.base import WeightPublisher
 
 T = TypeVar("T")
 log = logging.getLogger(__name__)
+
+# Any text will do to tell two sets of weights apart; about a hundred tokens.
+_PARITY_TEXTS = (
+    "The quick brown fox jumps over the lazy dog, and then it asks: what is 12 + 30? The answer is 42.",
+    "In 1969 three people flew to the moon; two of them walked on it, and one of them said a sentence about a step.",
+    "def add(a, b): return a + b  # a function that adds two numbers, as every first program does",
+)
 
 
 def in_thread(work: Callable[[], Coroutine[Any, Any, T]], name: str) -> Future[T]:
@@ -84,7 +94,7 @@ class RolloutSession:
     """The running half of a fit: publishes weights, hands out batches, knows when to stop.
 
     Args:
-        engines: Started engines.
+        engines: Started engines; none in a replay.
         orchestrator: Wired, not started.
         publisher: Where weights are copied to.
         ledger: The run's record, closed last.
@@ -98,7 +108,7 @@ class RolloutSession:
         engines: Sequence[Engine],
         orchestrator: Orchestrator,
         publisher: WeightPublisher,
-        ledger: Ledger,
+        ledger: AnyLedger,
         version: int,
         eval_prompts: Sequence[Prompt],
         eval_rollout: RolloutFunction,
@@ -124,7 +134,7 @@ class RolloutSession:
 
     def busy_s(self) -> float:
         """Seconds during which at least one engine was generating (the busiest engine's)."""
-        return max(engine.stats().busy_s for engine in self.engines)
+        return max((engine.stats().busy_s for engine in self.engines), default=0.0)
 
     def generated_tokens(self) -> int:
         """Tokens sampled so far, all engines."""
@@ -141,6 +151,31 @@ class RolloutSession:
     def ask(self, engine: Engine, question: Callable[[], Coroutine[Any, Any, T]], poll: Callable[[], None]) -> T:
         """Await an answer of an engine that serves; once more, if it died over it and came back."""
         return self.orchestrator.ask_engine(engine, lambda: wait_for(in_thread(question, "question"), poll), poll)
+
+    def check_parity(self, policy: PolicyModule, precision: str, version: int, poll: Callable[[], None]) -> None:
+        """Compare the log-probabilities of every engine with the policy's, while no load is applied.
+
+        Args:
+            policy: In the state that was published as ``version``.
+            precision: The trainer's, as Lightning names it.
+            version: What the engines serve.
+            poll: Called while waiting.
+
+        Raises:
+            WeightParityError: they differ by more than rounding explains.
+        """
+        sequences = [policy.tokenizer.encode(text) for text in _PARITY_TEXTS]
+        trainer_dtype = {"bf": "bfloat16", "16": "float16"}.get(precision[:2], "float32")
+        with self.orchestrator.hold_loads():
+            for engine in self.engines:
+                tolerance = mean_tolerance(trainer_dtype if engine.dtype == "auto" else engine.dtype, trainer_dtype)
+                check = partial(check_parity, engine, policy.logprobs, sequences, tolerance=tolerance, version=version)
+                report = self.ask(engine, check, poll)
+                log.info(
+                    "%s serves the weights of version %d: log-probabilities differ from the trainer's by %.2g on "
+                    "average (at most %.2g), %.2g would be refused",
+                    *(engine.name, version, report.mean_abs, report.max_abs, tolerance),
+                )
 
     def publish(self, weights: Iterable[tuple[str, torch.Tensor]], version: int) -> float:
         """Copy the weights aside and hand them to the engines; returns the seconds the copy took."""

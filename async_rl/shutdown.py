@@ -12,7 +12,7 @@ import sys
 import sysconfig
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from pathlib import Path
 from types import FrameType
 
@@ -106,11 +106,19 @@ class ShutdownDeadline:
         end_process(f"{self._owner.name} is {whereabouts(self._owner)}", 1, self.before_exit)
 
 
-def leave_behind(threads: list[threading.Thread], exit_code: int, timeout_s: float) -> None:
-    """Keep threads from holding up the interpreter's exit, which waits for some without bound.
+def leave_behind(before: Collection[threading.Thread], exit_code: int, timeout_s: float) -> None:
+    """Keep threads from holding up the interpreter's exit, which waits without bound for some: an executor's, for one.
 
     Once the interpreter wants to exit they get ``timeout_s`` together, then the process ends with ``exit_code``.
+
+    Args:
+        before: Threads that are somebody else's business.
+        exit_code: Not 0.
+        timeout_s: Seconds.
     """
+    threads = [t for t in threading.enumerate() if t not in before and _holds_up_exit(t)]
+    if not threads:
+        return
     exiting = threading.Event()
     # The hook that executors join their threads in; atexit's come after it. What is registered last is run first.
     threading._register_atexit(exiting.set)  # type: ignore[attr-defined]
@@ -127,9 +135,8 @@ def leave_behind(threads: list[threading.Thread], exit_code: int, timeout_s: flo
     threading.Thread(target=watch, name="exit-deadline", daemon=True).start()
 
 
-def holds_up_exit(thread: threading.Thread) -> bool:
-    """Whether the interpreter waits for a thread at its exit: it is no daemon, or an executor's."""
-    return thread.is_alive() and (not thread.daemon or thread in concurrent.futures.thread._threads_queues)
+def _holds_up_exit(thread: threading.Thread) -> bool:
+    return not thread.daemon or thread in concurrent.futures.thread._threads_queues
 
 
 def end_process(what: str, exit_code: int, before_exit: Iterable[Callable[[str], None]]) -> None:

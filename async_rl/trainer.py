@@ -8,7 +8,6 @@ import threading
 import time
 from collections.abc import Sequence
 from concurrent.futures import Future
-from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -26,23 +25,18 @@ from async_rl.callbacks.run_loop import RunLoop
 from async_rl.checkpoint_io import DurableCheckpointIO
 from async_rl.datamodule import RolloutDataModule
 from async_rl.policy import PolicyModule
-from async_rl.resume_rules import MEANING, may_be_allowed
+from async_rl.replay import ReplayDataModule, open_replay
+from async_rl.resume_rules import check_arguments
 from async_rl.run_end import EXIT_ERROR, EXIT_FINISHED, EXIT_INTERRUPTED, RunEnd
+from async_rl.run_record import DATABASE
 from async_rl.session import RolloutSession, close_engines, start_engines, wait_for
 from async_rl.shutdown import ShutdownDeadline, leave_behind
 from async_rl.signals import StopSignals
 from async_rl.types import Batch, EvalBatch
-from async_rl.weights.parity import check_parity, mean_tolerance
 from async_rl.wiring import StalenessSettings, check_record, check_settings, open_session
 
 log = logging.getLogger(__name__)
 
-# Any text will do to tell two sets of weights apart; about a hundred tokens.
-_PARITY_TEXTS = (
-    "The quick brown fox jumps over the lazy dog, and then it asks: what is 12 + 30? The answer is 42.",
-    "In 1969 three people flew to the moon; two of them walked on it, and one of them said a sentence about a step.",
-    "def add(a, b): return a + b  # a function that adds two numbers, as every first program does",
-)
 _RUNNING = "running"
 
 
@@ -70,18 +64,18 @@ class AsyncRLTrainer(pl.Trainer):
         resume: Continue from the newest complete checkpoint in ``run_dir``, or from version 0 where there is none yet.
         resume_allow: What may differ from what the run recorded, though it changes the meaning of its data:
             ``"environment"``, ``"model"``, ``"batch_size"``, ``"group_size"``, ``"seed"``, ``"rollout.epochs"``, ...
+        replay: Directory of a run: train the batches it recorded, in order and at their versions, without an engine,
+            until they are used up. ``fit`` then takes no datamodule, nothing is evaluated, and no record is kept.
         eval_every: Evaluate every so many steps; 0: only at start and end.
         evaluate_at: ``"ends"`` evaluates before the first and after the last step, ``"never"`` not at all.
         checkpoint_every: Save a checkpoint every so many steps; 0: not by steps.
-        checkpoint_every_s: Save one when so many seconds have passed since the last; ``None``: not by time. One is
-            saved at the end in any case, unless the end is an error.
+        checkpoint_every_s: Save one so many seconds after the last; ``None``: not by time. See ``RunCheckpoint``.
         keep_last: Checkpoints kept.
         parity_check: Compare engine and trainer log-probabilities before the first rollout and after the first update.
         stall_timeout_s: Seconds in which no batch was trained, no rollout ended and no weights were loaded, after which
             the run ends with a report in ``stall.txt``; ``None``: never.
-        shutdown_timeout_s: Most seconds the end of a run may take, from the last step or the error on, without the
-            last evaluation and the saving of the checkpoint. Then the process is ended with exit code 1;
-            ``math.inf``: never.
+        shutdown_timeout_s: Most seconds the end of a run may take, the last evaluation and checkpoint not counted; then
+            the process is ended with exit code 1 (see :class:`~async_rl.shutdown.ShutdownDeadline`).
         callbacks: Lightning callbacks, RL hooks included.
         logger: As Lightning's; default a ``TensorBoardLogger`` in ``run_dir``.
         **lightning_kwargs: Anything else ``lightning.Trainer`` takes.
@@ -105,6 +99,7 @@ class AsyncRLTrainer(pl.Trainer):
         run_dir: str | os.PathLike[str] = "runs/latest",
         resume: bool = False,
         resume_allow: Sequence[str] = (),
+        replay: str | os.PathLike[str] | None = None,
         eval_every: int = 0,
         evaluate_at: Literal["ends", "never"] = "ends",
         checkpoint_every: int = 0,
@@ -123,13 +118,7 @@ class AsyncRLTrainer(pl.Trainer):
                     f"AsyncRLTrainer: {key}={lightning_kwargs[key]!r} has no meaning here; "
                     "use max_steps and eval_every, which count policy versions"
                 )
-        for name in resume_allow:
-            if not may_be_allowed(name):
-                raise ValueError(
-                    f"AsyncRLTrainer: resume_allow={name!r} is nothing a resume refuses; give of {', '.join(MEANING)}"
-                )
-        if resume_allow and not resume:
-            raise ValueError(f"AsyncRLTrainer: resume_allow={list(resume_allow)} without resume=True has no effect")
+        check_arguments(resume, resume_allow, replay)
         self.staleness = StalenessSettings(
             max_staleness=max_staleness,
             admit_ahead=admit_ahead,
@@ -142,6 +131,9 @@ class AsyncRLTrainer(pl.Trainer):
         self.run_dir = Path(run_dir)
         self.resume = resume
         self.resume_allow = tuple(resume_allow)
+        self.replay = None if replay is None else Path(replay)
+        if self.replay is not None:
+            evaluate_at, eval_every = "never", 0  # nothing samples
         self.evaluate_at = evaluate_at
         self.parity_check = parity_check
         self.stall_timeout_s = stall_timeout_s
@@ -190,24 +182,33 @@ class AsyncRLTrainer(pl.Trainer):
     def fit(  # type: ignore[override]
         self,
         model: PolicyModule,
-        datamodule: RolloutDataModule,
+        datamodule: RolloutDataModule | None = None,
         ckpt_path: str | os.PathLike[str] | None = None,
     ) -> None:
         """Train; returns when ``max_steps`` is reached, the data ends, or the run is stopped (see :attr:`end`).
 
         Args:
             model: The policy.
-            datamodule: Environments and engines.
+            datamodule: Environments and engines; none with ``replay``.
             ckpt_path: Checkpoint to start from; default: the newest in ``run_dir`` if ``resume``.
 
         Raises:
             Exception: The first failure of any thread, engine, environment, callback or of training itself.
         """
-        check_settings(self, model, datamodule)
+        if self.replay is not None:
+            if datamodule is not None:
+                raise ValueError("AsyncRLTrainer: replay takes no datamodule; it trains what the run recorded")
+            datamodule = ReplayDataModule(self.replay, model)
+        elif datamodule is None:
+            raise ValueError("AsyncRLTrainer: fit needs datamodule=RolloutDataModule(environment, engine)")
+        else:
+            check_settings(self, model, datamodule)
+        if self.resume and not (self.run_dir / DATABASE).exists():
+            raise FileNotFoundError(
+                f"resume: {self.run_dir} holds no record of a run ({DATABASE}) to go on with; start without resume"
+            )
         if ckpt_path is None and self.resume:
             ckpt_path = latest_checkpoint(self.run_dir / "checkpoints")
-            if ckpt_path is None and not (self.run_dir / "run.db").exists():
-                raise FileNotFoundError(f"resume: {self.run_dir} holds no run to go on with; start without resume")
         if ckpt_path is not None or self.resume:
             log.info("going on from %s", ckpt_path or "version 0: the run has no checkpoint yet")
         self.run_dir.mkdir(parents=True, exist_ok=True)
@@ -234,6 +235,8 @@ class AsyncRLTrainer(pl.Trainer):
             self.end = RunEnd(f"{self.end.reason} before there was a checkpoint to resume from", EXIT_ERROR)
         if self.end.exit_code == EXIT_INTERRUPTED:
             log.warning("%s; go on with resume=true run_dir=%s", self.end.reason, self.run_dir)
+        elif self.end.exit_code != EXIT_FINISHED:
+            log.error("the run was stopped: %s", self.end.reason)
 
     def stop(self, reason: str, exit_code: int = EXIT_FINISHED) -> None:
         """Ask the run to end at the next step boundary; the first reason given is kept. Only sets flags."""
@@ -285,7 +288,8 @@ class AsyncRLTrainer(pl.Trainer):
         Raises:
             SettingError: the run's record means something else with what changed since.
         """
-        check_record(self, self.lightning_module, self.datamodule)  # type: ignore[attr-defined]
+        if self.replay is None:
+            check_record(self, self.lightning_module, self.datamodule)  # type: ignore[attr-defined]
         self._engine_start = start_engines(self.datamodule.engines)  # type: ignore[attr-defined]
 
     def open_session(self) -> None:
@@ -293,7 +297,8 @@ class AsyncRLTrainer(pl.Trainer):
         self._signals.install()
         wait_for(self._engine_start, self._poll_or_stop)
         policy, version = self.lightning_module, self.global_step
-        session = open_session(self, policy, self.datamodule)  # type: ignore[attr-defined]
+        open_it = open_session if self.replay is None else open_replay
+        session = open_it(self, policy, self.datamodule)  # type: ignore[attr-defined]
         self._sessions.append(session)
         self._trained = True
         session.orchestrator.start()
@@ -303,7 +308,7 @@ class AsyncRLTrainer(pl.Trainer):
     def publish(self) -> None:
         """Hand the current weights to the engines, unless they have them already."""
         version = self.global_step
-        if self.session.published_version >= version:
+        if self.session.published_version >= version or not self.session.engines:
             return
         self.session.publish(self.lightning_module.named_weights(), version)
         self.call_rl_hook("on_policy_published", version)
@@ -320,7 +325,7 @@ class AsyncRLTrainer(pl.Trainer):
         self._poll_or_stop()
         batch = self._wait_for_batch()
         if batch is None:
-            self.stop("the prompts are used up")
+            self.stop("the prompts are used up" if self.replay is None else "all recorded batches are trained")
             raise StopRun
         self.call_rl_hook("on_batch_planned", batch)
         return batch
@@ -375,22 +380,11 @@ class AsyncRLTrainer(pl.Trainer):
 
         Once before the first rollout and once after the first update: a reload can leave a layer behind silently.
         """
-        self.orchestrator.wait_served(version, self._poll_or_stop)
-        if not self.parity_check:
+        if not self.session.engines:
             return
-        policy = self.lightning_module
-        sequences = [policy.tokenizer.encode(text) for text in _PARITY_TEXTS]
-        trainer_dtype = {"bf": "bfloat16", "16": "float16"}.get(str(self.precision)[:2], "float32")
-        with self.orchestrator.hold_loads():
-            for engine in self.session.engines:
-                tolerance = mean_tolerance(trainer_dtype if engine.dtype == "auto" else engine.dtype, trainer_dtype)
-                check = partial(check_parity, engine, policy.logprobs, sequences, tolerance=tolerance, version=version)
-                report = self.session.ask(engine, check, self._poll_or_stop)
-                log.info(
-                    "%s serves the weights of version %d: log-probabilities differ from the trainer's by %.2g on "
-                    "average (at most %.2g), %.2g would be refused",
-                    *(engine.name, version, report.mean_abs, report.max_abs, tolerance),
-                )
+        self.orchestrator.wait_served(version, self._poll_or_stop)
+        if self.parity_check:
+            self.session.check_parity(self.lightning_module, str(self.precision), version, self._poll_or_stop)
 
     def _close(self, datamodule: RolloutDataModule, threads_before: set[threading.Thread]) -> None:
         """Stop what runs for this fit, within what is left of the time for its end."""
@@ -401,10 +395,7 @@ class AsyncRLTrainer(pl.Trainer):
         if left:
             log.error("did not stop within %.3g s: %s", timeout_s, ", ".join(left))
             self.end = RunEnd(f"{self.end.reason}; forced shutdown of {', '.join(left)}", EXIT_ERROR)
-        # Executor threads in which an environment waits, for example: the interpreter would wait for them at its exit.
-        threads = [t for t in threading.enumerate() if not t.daemon and t not in threads_before]
-        if threads:
-            leave_behind(threads, self.end.exit_code or EXIT_ERROR, max(self.shutdown.remaining_s, 2.0))
+        leave_behind(threads_before, self.end.exit_code or EXIT_ERROR, max(self.shutdown.remaining_s, 2.0))
         self.shutdown.end()
 
 

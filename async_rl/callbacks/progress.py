@@ -36,7 +36,8 @@ class RunProgress(RLCallback):
 
     @override
     def setup(self, trainer: AsyncRLTrainer, pl_module: LightningModule, stage: str) -> None:  # type: ignore[override]
-        self.console.print("starting the engine and loading the first weights ...")
+        if trainer.replay is None:
+            self.console.print("starting the engine and loading the first weights ...")
 
     @override
     def on_train_start(self, trainer: AsyncRLTrainer, pl_module: LightningModule) -> None:  # type: ignore[override]

@@ -317,12 +317,13 @@ class Books:
             open_slots = [slot for slot in self._slots if slot.open]
             heads = [head for _, head in self._kept.values() if head is not None]
             trained = self._trained.value
+            served = min((slot.served.value for slot in open_slots or self._slots), default=trained)
             return {
                 "running": float(len(self._running)),
                 "kept": float(len(self._kept)),
                 "running_trajectories": float(self._gate.running_trajectories),
                 "trained_version": float(trained),
-                "served_version": float(min(slot.served.value for slot in open_slots or self._slots)),
+                "served_version": float(served),
                 "engines_open": float(len(open_slots)),
                 "oldest_kept_age": float(trained - min(heads)) if heads else 0.0,
                 "admitted": float(self.admitted),

@@ -7,6 +7,7 @@ import sqlite3
 from collections.abc import Iterable, Sequence
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from async_rl.orchestrator.ledger_rows import COLUMNS, LedgerError, reading, trajectory_of
 from async_rl.orchestrator.records import Archive, Balance, RecordedBatch, Recovery
@@ -162,6 +163,16 @@ def read_run(path: Path, archive: Archive) -> Recovery:
     """
     with reading(path) as db:
         return LedgerReader(db, path, archive).trained()
+
+
+def read_meta(path: Path) -> dict[str, Any]:
+    """What a run wrote with ``Ledger.set_meta``; read-only.
+
+    Raises:
+        LedgerError: The file can't be read.
+    """
+    with reading(path) as db:
+        return {key: json.loads(value) for key, value in db.execute("SELECT key, value FROM meta")}
 
 
 def _load(path: Path, archive: Archive | None, group_ids: Sequence[int]) -> tuple[Group, ...]:
