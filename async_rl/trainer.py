@@ -24,6 +24,7 @@ from async_rl.callbacks.resume import ResumeVersionRecovery
 from async_rl.callbacks.run_loop import RunLoop
 from async_rl.checkpoint_io import DurableCheckpointIO
 from async_rl.datamodule import RolloutDataModule
+from async_rl.orchestrator.garbage import rare_collections
 from async_rl.policy import PolicyModule
 from async_rl.replay import ReplayDataModule, open_replay
 from async_rl.resume_rules import check_arguments
@@ -195,14 +196,12 @@ class AsyncRLTrainer(pl.Trainer):
         Raises:
             Exception: The first failure of any thread, engine, environment, callback or of training itself.
         """
-        if self.replay is not None:
-            if datamodule is not None:
-                raise ValueError("AsyncRLTrainer: replay takes no datamodule; it trains what the run recorded")
-            datamodule = ReplayDataModule(self.replay, model)
-        elif datamodule is None:
-            raise ValueError("AsyncRLTrainer: fit needs datamodule=RolloutDataModule(environment, engine)")
-        else:
+        if (datamodule is None) is (self.replay is None):
+            raise ValueError("AsyncRLTrainer: fit needs datamodule=RolloutDataModule(...), with replay it takes none")
+        if self.replay is None:
             check_settings(self, model, datamodule)
+        else:
+            datamodule = ReplayDataModule(self.replay, model)
         if self.resume and not (self.run_dir / DATABASE).exists():
             raise FileNotFoundError(
                 f"resume: {self.run_dir} holds no record of a run ({DATABASE}) to go on with; start without resume"
@@ -214,7 +213,7 @@ class AsyncRLTrainer(pl.Trainer):
         self.run_dir.mkdir(parents=True, exist_ok=True)
         self.end = RunEnd(_RUNNING, EXIT_ERROR)
         threads_before = set(threading.enumerate())
-        with self._signals:
+        with self._signals, rare_collections():
             try:
                 super().fit(model, datamodule=datamodule, ckpt_path=ckpt_path, weights_only=True)
             except StopRun:  # asked to stop before the first batch: nothing to save, nothing went wrong
