@@ -97,7 +97,7 @@ def _serve(given: argparse.Namespace, settings: VLLMSettings, scratch: str, on_c
     import uvloop
     from vllm.entrypoints.launchers.api_server.entry import run_server
     from vllm.entrypoints.launchers.cli_args import make_arg_parser, validate_parsed_serve_args
-    from vllm.logger import configure_logging_from_args
+    from vllm.logger import configure_logging_if_needed
     from vllm.utils.argparse_utils import FlexibleArgumentParser
 
     arguments = make_arg_parser(FlexibleArgumentParser()).parse_args([])
@@ -109,7 +109,7 @@ def _serve(given: argparse.Namespace, settings: VLLMSettings, scratch: str, on_c
     arguments.disable_uvicorn_access_log = True
     arguments.disable_fastapi_docs = True
     arguments.enable_scale_out = True  # the routes for tokens in and tokens out
-    configure_logging_from_args(arguments)
+    configure_logging_if_needed(engine.logging_config)
     validate_parsed_serve_args(arguments)
     who = f"those who have the key in {KEY_VARIABLE}" if api_key() else "this machine only"
     print(f"serving {settings.model} at http://{given.host}:{given.port}, to {who}", flush=True)
