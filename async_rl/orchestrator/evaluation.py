@@ -1,25 +1,27 @@
-"""Evaluations: samples of evaluation prompts, run beside the training groups and counted against nothing of theirs."""
+"""EvalSink: samples of evaluation prompts, run beside the training groups and counted against nothing of theirs."""
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 
 from async_rl.orchestrator.records import EngineSlot, Flight, Landing, RolloutFn, reason_of
+from async_rl.orchestrator.room import Room
 from async_rl.types import EvalResult, Prompt
 
 
 class Evaluation:
     """One evaluation; its rollouts count against no gate, age or ledger.
 
-    Each sample is a flight of its own, so that a failure costs no other sample, on the engines that serve the newest
-    version; one whose engine died is launched again. Its group id is negative.
+    Each sample is a flight of its own, so that a failure costs no other sample, in turn on the engines that serve the
+    newest version; one whose engine died is launched again. Its group id is negative.
 
     Args:
         prompts: What to evaluate.
         samples: Samples per prompt, ``>= 1``.
         rollout: What runs one attempt.
-        slots: All engines.
+        slots: The engines that evaluate.
         first_id: Group id of the first sample, ``< 0``; ids go down from it.
 
     Raises:
@@ -100,23 +102,44 @@ class Evaluation:
         return results
 
 
-class Evaluations:
-    """Those that are going on.
+class EvalSink:
+    """Where what evaluations sampled ends, whole and unfiltered.
 
     Args:
-        slots: All engines.
+        slots: All engines; those that only evaluate are taken, without any all of them.
         max_concurrent: Most samples in the air.
         launch: Hands flights to the rollout threads.
+
+    Attributes:
+        slots: The engines that evaluate.
+        apart: Whether they do nothing else.
     """
 
     def __init__(
         self, slots: Sequence[EngineSlot], *, max_concurrent: int, launch: Callable[[Sequence[Flight]], None]
     ) -> None:
-        self._slots = slots
+        apart = [slot for slot in slots if slot.evaluates]
+        self.slots = apart or list(slots)
+        self.apart = bool(apart)
         self._max_concurrent = max_concurrent
         self._launch = launch
         self._going_on: list[Evaluation] = []
         self._next_id = -1
+
+    @contextmanager
+    def awake(self, room: Room) -> Iterator[None]:
+        """A context in which engines that only evaluate load what is published."""
+        try:
+            self._set_idle(room, False)
+            yield
+        finally:
+            self._set_idle(room, self.apart)
+
+    def _set_idle(self, room: Room, idle: bool) -> None:
+        with room.lock:
+            for slot in self.slots:
+                slot.idle = idle
+            room.engines.notify_all()
 
     def run(
         self,
@@ -133,7 +156,7 @@ class Evaluations:
             rollout: What runs one attempt.
             wait: Blocks until the given function, called under the room's lock, returns ``True``.
         """
-        evaluation = Evaluation(prompts, samples, rollout, self._slots, first_id=self._next_id)
+        evaluation = Evaluation(prompts, samples, rollout, self.slots, first_id=self._next_id)
         self._next_id -= evaluation.total
         self._going_on.append(evaluation)
 
@@ -150,8 +173,8 @@ class Evaluations:
 
     def take_out(self, landing: Landing) -> bool:
         """Take the flights of evaluations out of a landing, under the room's lock; whether there were any."""
-        finished = [flight for flight in landing.finished if flight.group_id < 0]
-        lost = [flight for flight, _ in landing.lost if flight.group_id < 0]
+        finished = [flight for flight in landing.finished if flight.evaluates]
+        lost = [flight for flight, _ in landing.lost if flight.evaluates]
         if not finished and not lost:
             return False
         for evaluation in self._going_on:
@@ -159,6 +182,6 @@ class Evaluations:
                 evaluation.land(flight)
             for flight in lost:
                 evaluation.lose(flight)
-        landing.finished = [flight for flight in landing.finished if flight.group_id >= 0]
-        landing.lost = [(flight, error) for flight, error in landing.lost if flight.group_id >= 0]
+        landing.finished = [flight for flight in landing.finished if not flight.evaluates]
+        landing.lost = [(flight, error) for flight, error in landing.lost if not flight.evaluates]
         return True

@@ -6,15 +6,15 @@ import itertools
 import logging
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import Any, TypeVar
 
 from async_rl.orchestrator.batches import AdvantageFn, BatchSource
 from async_rl.orchestrator.books import Books
 from async_rl.orchestrator.dispatcher import Dispatcher
-from async_rl.orchestrator.evaluation import Evaluations
+from async_rl.orchestrator.evaluation import EvalSink
 from async_rl.orchestrator.gate import CapacityGate
 from async_rl.orchestrator.ledger import AnyLedger
 from async_rl.orchestrator.metrics import Meters, MetricsLoop
@@ -62,6 +62,8 @@ class Orchestrator:
         settings: The numbers.
         engines: Started engines; none serves before its first load. There may be none where recorded batches are all
             there is to train.
+        eval_engines: Started engines for evaluations alone; they load only what is evaluated. Without any, evaluations
+            share the others.
         prompts: Prompt by position.
         rollout: Runs one attempt: ``(task, engine) -> trajectory``.
         advantages: Rewards nested by group to advantages nested the same way; called when a batch is formed.
@@ -79,6 +81,7 @@ class Orchestrator:
         settings: OrchestratorSettings,
         *,
         engines: Sequence[EngineLike],
+        eval_engines: Sequence[EngineLike] = (),
         prompts: PromptStream,
         rollout: RolloutFn,
         advantages: AdvantageFn,
@@ -108,10 +111,13 @@ class Orchestrator:
                 engine=engine,
                 served=PolicyVersion(start_version, name=f"served version of engine {engine.name}"),
                 # `auto` takes `trajectory` only where an engine keeps several versions alive, and those never drain.
-                drains=s.sampling_policy == "trajectory" and engine.versions_alive == 1,
+                drains=s.sampling_policy == "trajectory" and engine.versions_alive == 1 and i < len(engines),
+                evaluates=i >= len(engines),
+                idle=i >= len(engines),
             )
-            for i, engine in enumerate(engines)
+            for i, engine in enumerate([*engines, *eval_engines])
         ]
+        self._train_slots = self._slots[: len(engines)]
         unfinished = [Admission(group_id, prompts.again(group_id), landed) for group_id, landed in recovery.unfinished]
         planner = BatchPlanner(batch_size=s.batch_size, max_staleness=s.max_staleness, stale_policy=s.stale_policy)
         self._books = Books(
@@ -119,7 +125,7 @@ class Orchestrator:
             CapacityGate.of(s),
             planner,
             self._trained,
-            self._slots,
+            self._train_slots,
             settings=s,
             rollout=rollout,
             recovery=recovery,
@@ -139,7 +145,7 @@ class Orchestrator:
             for _ in range(s.rollout_threads)
         ]
         launch = partial(spread, threads=self._rollout_threads, turn=itertools.count())
-        self._evaluations = Evaluations(self._slots, max_concurrent=s.max_concurrent, launch=launch)
+        self._eval_sink = EvalSink(self._slots, max_concurrent=s.max_concurrent, launch=launch)
         self._restarts = EngineRestarts(
             room, self._slots, max_restarts=s.max_engine_restarts, abandon=self._abandon, supervisor=self._supervisor
         )
@@ -250,12 +256,7 @@ class Orchestrator:
 
     def wait_served(self, version: int, poll: Poll) -> None:
         """Block until every engine that is not dead is confirmed to serve ``version`` or newer, and one at least."""
-
-        def served() -> bool:
-            alive = [slot for slot in self._slots if not slot.lost]
-            return bool(alive) and all(slot.loaded and slot.served.value >= version for slot in alive)
-
-        self._main.wait(f"version {version} to be served", served, poll)
+        self._wait_served(self._train_slots, version, poll)
 
     def ask_engine(self, engine: EngineLike, work: Callable[[], T], poll: Poll) -> T:
         """Wait until ``engine`` serves and do ``work`` with it; again, if it died over it and came back."""
@@ -321,6 +322,17 @@ class Orchestrator:
 
     # evaluation
 
+    @contextmanager
+    def ready_to_evaluate(self, version: int, poll: Poll) -> Iterator[None]:
+        """A context in which every living engine that evaluates serves ``version``, which must be the newest published.
+
+        Engines for evaluations alone are loaded, and the others do as they do; without any, no load is applied inside.
+        """
+        with self._eval_sink.awake(self._room):
+            self._wait_served(self._eval_sink.slots, version, poll)
+            with nullcontext() if self._eval_sink.apart else self.hold_loads():
+                yield
+
     def evaluate(self, prompts: Sequence[Prompt], samples: int, rollout: RolloutFn, poll: Poll) -> list[EvalResult]:
         """Sample every prompt ``samples`` times with the newest served weights, at most ``max_concurrent`` at once.
 
@@ -328,7 +340,7 @@ class Orchestrator:
             One result per prompt, in order; failures are listed beside the finished samples.
         """
         wait = partial(self._main.wait, "the evaluation", poll=poll)
-        return self._evaluations.run(prompts, samples, rollout, wait)
+        return self._eval_sink.run(prompts, samples, rollout, wait)
 
     # what happened
 
@@ -380,6 +392,13 @@ class Orchestrator:
 
     # private
 
+    def _wait_served(self, slots: Sequence[EngineSlot], version: int, poll: Poll) -> None:
+        def served() -> bool:
+            alive = [slot for slot in slots if not slot.lost]
+            return bool(alive) and all(slot.loaded and slot.served.value >= version for slot in alive)
+
+        self._main.wait(f"version {version} to be served", served, poll)
+
     def _admitted(self, flights: Sequence[Flight]) -> None:
         self._ledger.admit(flights)
         self._meters.admitted(flights)
@@ -393,13 +412,13 @@ class Orchestrator:
         self._stall.note("an engine loaded weights")
 
     def _land(self, landing: Landing) -> None:
-        if landing.outcomes or landing.lost:
+        if landing.outcomes or landing.evaluated or landing.lost:
             self._stall.note("a rollout ended")
         with self._room.lock:
             if self._closed:
                 return
             for flight, error in landing.lost:
                 self._restarts.died(flight.slot, flight.incarnation, error)
-            if self._evaluations.take_out(landing):
+            if self._eval_sink.take_out(landing):
                 self._room.batch.notify_all()
             self._train_sink.land(landing)

@@ -66,6 +66,8 @@ class EngineSlot:
         engine: The engine.
         served: The version it is confirmed to serve.
         drains: Whether it must be empty before a load (``trajectory`` sampling on an engine that holds one version).
+        evaluates: Whether it serves evaluations only. It is then never open, and counts for no version but its own.
+        idle: Whether it is not needed now (nothing is evaluated): it loads nothing.
         loaded: Whether it serves a version at all.
         open: Whether new groups may go there.
         flights: Groups it has in flight.
@@ -78,6 +80,8 @@ class EngineSlot:
     engine: EngineLike
     served: PolicyVersion
     drains: bool
+    evaluates: bool = False
+    idle: bool = False
     loaded: bool = False
     open: bool = False
     flights: int = 0
@@ -125,6 +129,11 @@ class Flight:
     began_s: float = field(default_factory=time.time)
 
     @property
+    def evaluates(self) -> bool:
+        """Whether it belongs to an evaluation."""
+        return self.group_id < 0
+
+    @property
     def lost_engine(self) -> bool:
         """Whether its engine is known to have died since it was launched."""
         return self.incarnation != self.slot.incarnation
@@ -146,8 +155,9 @@ class Landing:
         finished: Flights that are over.
         lost: Flights whose engine died, each with what told so; nothing of them is in the air any more. They are to be
             launched again, without the samples that landed.
-        outcomes: Attempts in order; runs of successes are one ``None``, every failure is its exception.
-        retries: Failed attempts that were started again.
+        outcomes: Attempts of training groups in order; runs of successes are one ``None``, every failure its exception.
+        retries: Those that failed and were started again.
+        evaluated: Attempts of evaluations that ended.
         cancelled: Stragglers cancelled because their group went on without them.
     """
 
@@ -157,6 +167,7 @@ class Landing:
     lost: list[tuple[Flight, BaseException]] = field(default_factory=list)
     outcomes: list[BaseException | None] = field(default_factory=list)
     retries: int = 0
+    evaluated: int = 0
     cancelled: int = 0
 
 

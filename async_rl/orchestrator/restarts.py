@@ -135,7 +135,8 @@ class EngineRestarts:
         return failure
 
     def _another_is_open(self, slot: EngineSlot) -> bool:
-        return any(other.open for other in self._slots if other is not slot)
+        """Whether there is another one for what this one does; none is ever open to evaluations."""
+        return not slot.evaluates and any(other.open for other in self._slots if other is not slot)
 
     @staticmethod
     def _restarts_itself(slot: EngineSlot) -> bool:

@@ -35,8 +35,8 @@ class WeightWatcher:
     Engines load one after the other, those that serve nothing first, always the newest published version, so that none
     opens behind what another has served; what was published in between and read by nobody is released unread. The
     newest version is kept until there is a newer one, for an engine that comes back. An engine that drains is closed to
-    new groups until its groups in flight are finished and it has loaded. A failed or timed-out load ends the run and
-    bumps nothing.
+    new groups until its groups in flight are finished and it has loaded. One that only evaluates loads while it is
+    needed, before the others, and is never opened. A failed or timed-out load ends the run and bumps nothing.
 
     Args:
         room: The lock and its conditions.
@@ -150,9 +150,12 @@ class WeightWatcher:
 
     def _free(self, behind: Sequence[EngineSlot], version: int) -> EngineSlot | None:
         """One that serves nothing, unless it would differ from those that are held; else the others in turn."""
+        behind = sorted(behind, key=lambda slot: not slot.evaluates)  # the run waits for an evaluation
         empty = next((slot for slot in behind if not slot.loaded), None)
-        held = {slot.served.value for slot in self._slots if slot.loaded} if self._holds else set()
-        if empty is not None and held <= {version}:
+        held = {
+            s.served.value for s in self._slots if empty is not None and s.loaded and s.evaluates == empty.evaluates
+        }
+        if empty is not None and (not self._holds or held <= {version}):
             return empty
         slot = next((slot for slot in behind if slot.loaded), None)
         if slot is None:
@@ -162,7 +165,7 @@ class WeightWatcher:
         return slot if not self._holds and not (slot.drains and slot.flights) else None
 
     def _announce(self, version: int) -> None:
-        if version > self._announced and any(slot.loaded for slot in self._slots):
+        if version > self._announced and any(slot.loaded and not slot.evaluates for slot in self._slots):
             self._announced = version
             self._emit(Event("policy_loaded", version))
             self._room.batch.notify_all()
@@ -193,7 +196,7 @@ class WeightWatcher:
                 return
             slot.served.advance_to(published.version)
             slot.loaded = True
-            slot.open = True
+            slot.open = not slot.evaluates
             died_s, slot.died_s = slot.died_s, 0.0
             self._room.capacity.notify_all()
             self._room.batch.notify_all()
@@ -205,4 +208,4 @@ class WeightWatcher:
 
 
 def _is_behind(slot: EngineSlot, version: int) -> bool:
-    return not slot.lost and (not slot.loaded or slot.served.value < version)
+    return not slot.lost and not slot.idle and (not slot.loaded or slot.served.value < version)

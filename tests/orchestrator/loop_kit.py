@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
 from typing import Any
@@ -155,6 +155,7 @@ def running(
     rollout: Any = at_once,
     *,
     engines: list[FakeEngine] | None = None,
+    eval_engines: Sequence[FakeEngine] = (),
     prompts: PromptStream | None = None,
     ledger: Any = None,
     start_version: int = 0,
@@ -169,6 +170,7 @@ def running(
     orchestrator = Orchestrator(
         make_settings(**settings),
         engines=engines or [FakeEngine()],
+        eval_engines=eval_engines,
         prompts=prompts or make_prompts(),
         rollout=rollout,
         advantages=centred,

@@ -382,7 +382,9 @@ def test_what_lands_after_the_end_is_ignored():
         by_hand.wait_started(1)
         orchestrator.close(5.0)
         slot = orchestrator._slots[0]
-        flight = Flight(0, Prompt("toy/0/0", "toy", {}), 0, slot, 0, by_hand, (), {0: kept_group(0, 0).trajectories[0]}, 1)
+        flight = Flight(
+            0, Prompt("toy/0/0", "toy", {}), 0, slot, 0, by_hand, (), {0: kept_group(0, 0).trajectories[0]}, 1
+        )
         orchestrator._land(Landing(finished=[flight]))
         assert orchestrator.outcomes()["saved"] == 1
         assert orchestrator.outcomes()["kept"] == 0

@@ -95,7 +95,9 @@ def test_only_the_newest_is_loaded_and_every_source_is_released_once_read():
         assert engines[0].loads == [0, 1, 4]
         assert engines[1].loads == [0, 4]  # version 1 was replaced before its turn
         told = []
-        eventually(lambda: told.extend(e.value for e in orchestrator.events() if e.name == "policy_loaded") or 4 in told)
+        eventually(
+            lambda: told.extend(e.value for e in orchestrator.events() if e.name == "policy_loaded") or 4 in told
+        )
         assert told == [0, 4]
     assert sources[-1].released
 
