@@ -20,6 +20,12 @@ if TYPE_CHECKING:
     from async_rl.types import EvalBatch
 
 
+def _list_of(engine: Engine | Sequence[Engine] | None) -> list[Engine]:
+    if engine is None:
+        return []
+    return list(engine) if isinstance(engine, Sequence) else [engine]
+
+
 class BatchFeed:
     """The training loader: asks the trainer for the next planned batch.
 
@@ -82,6 +88,9 @@ class RolloutDataModule(LightningDataModule):
         eval_sampling: How evaluation is sampled; default: as training.
         eval_samples: Samples per evaluation prompt, >= 1.
         eval_limit: Evaluate on the first so many prompts of the split; default all.
+        eval_pass_threshold: Least reward with which a sample passes, for pass@k.
+        eval_engine: One engine, or several, for evaluations alone, so that rollouts go on meanwhile; they load only the
+            versions that are evaluated. Default: evaluations are sampled by ``engine``.
         epochs: Passes over the prompts; default: as many as the steps need.
         shuffle: Reorder the prompts every epoch (by the run's seed).
         mixture: With several environments, the weight of each in the training prompts, by name: ``{"a": 3, "b": 1}``;
@@ -109,7 +118,8 @@ class RolloutDataModule(LightningDataModule):
             is enough: ``{"min_sequences": 64, "min_tokens": 131072}``.
 
     Raises:
-        ValueError: a limit leaves nothing, or ``template_rewrite`` is unknown; the message names it.
+        ValueError: a limit leaves nothing, ``template_rewrite`` is unknown, or two engines share a name; the message
+            names it.
     """
 
     def __init__(
@@ -124,6 +134,8 @@ class RolloutDataModule(LightningDataModule):
         eval_sampling: SamplingParams | None = None,
         eval_samples: int = 4,
         eval_limit: int | None = None,
+        eval_pass_threshold: float = 1.0,
+        eval_engine: Engine | Sequence[Engine] | None = None,
         epochs: int | None = None,
         shuffle: bool = True,
         mixture: Mapping[str, float] | None = None,
@@ -149,7 +161,12 @@ class RolloutDataModule(LightningDataModule):
         if isinstance(environment, Environment):
             environment = {environment.name or type(environment).__name__.lower(): environment}
         self.environments: dict[str, Environment] = dict(environment)
-        self.engines: list[Engine] = list(engine) if isinstance(engine, Sequence) else [engine]
+        self.engines = _list_of(engine)
+        self.eval_engines = _list_of(eval_engine)
+        if twice := {e.name for e in self.engines} & {e.name for e in self.eval_engines}:
+            raise ValueError(
+                f"RolloutDataModule: engine and eval_engine are both named {min(twice)}; give the latter another name"
+            )
         self.batch_size = batch_size
         self.group_size = group_size
         self.max_concurrent = max_concurrent
@@ -157,6 +174,7 @@ class RolloutDataModule(LightningDataModule):
         self.eval_sampling = eval_sampling or self.sampling
         self.eval_samples = eval_samples
         self.eval_limit = eval_limit
+        self.eval_pass_threshold = eval_pass_threshold
         self.epochs = epochs
         self.shuffle = shuffle
         self.mixture = mixture

@@ -45,6 +45,7 @@ class ReplayDataModule(LightningDataModule):
     def __init__(self, run_dir: str | os.PathLike[str], policy: PolicyModule) -> None:
         super().__init__()
         self.engines: list[Engine] = []
+        self.eval_engines: list[Engine] = []
         database = Path(run_dir) / DATABASE
         if not database.is_file():
             raise SettingError(

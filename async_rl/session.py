@@ -11,6 +11,7 @@ from concurrent.futures import Future
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from async_rl.engine_meter import EngineMeter
 from async_rl.overlap import OverlapClock
 from async_rl.weights.parity import check_parity, mean_tolerance
 
@@ -101,6 +102,7 @@ class RolloutSession:
         version: Policy version the session starts with.
         eval_prompts: What evaluation samples.
         eval_rollout: How.
+        eval_engines: Started engines for evaluations alone; none: ``engines`` do both.
     """
 
     def __init__(
@@ -112,8 +114,10 @@ class RolloutSession:
         version: int,
         eval_prompts: Sequence[Prompt],
         eval_rollout: RolloutFunction,
+        eval_engines: Sequence[Engine] = (),
     ) -> None:
         self.engines = list(engines)
+        self.eval_engines = list(eval_engines)
         self.orchestrator = orchestrator
         self.publisher = publisher
         self.ledger = ledger
@@ -123,6 +127,7 @@ class RolloutSession:
         self.published_version = version - 1
         self.admitting = False
         self.overlap = OverlapClock()
+        self._meter = EngineMeter(self.engines)
         self.started_s = time.monotonic()
         self._busy_before_s = self.busy_s()
         self._tokens_before = self.generated_tokens()
@@ -148,14 +153,26 @@ class RolloutSession:
         """Generated tokens per wall second since the session began."""
         return (self.generated_tokens() - self._tokens_before) / max(time.monotonic() - self.started_s, 1e-9)
 
+    def drain_metrics(self) -> dict[str, float]:
+        """What control plane and engines did since the last call."""
+        return self.orchestrator.drain_metrics() | self._meter.drain()
+
     def ask(self, engine: Engine, question: Callable[[], Coroutine[Any, Any, T]], poll: Callable[[], None]) -> T:
         """Await an answer of an engine that serves; once more, if it died over it and came back."""
         return self.orchestrator.ask_engine(engine, lambda: wait_for(in_thread(question, "question"), poll), poll)
 
-    def check_parity(self, policy: PolicyModule, precision: str, version: int, poll: Callable[[], None]) -> None:
-        """Compare the log-probabilities of every engine with the policy's, while no load is applied.
+    def check_parity(
+        self,
+        engines: Sequence[Engine],
+        policy: PolicyModule,
+        precision: str,
+        version: int,
+        poll: Callable[[], None],
+    ) -> None:
+        """Compare the log-probabilities of engines with the policy's, while no load is applied.
 
         Args:
+            engines: Which ones.
             policy: In the state that was published as ``version``.
             precision: The trainer's, as Lightning names it.
             version: What the engines serve.
@@ -167,7 +184,7 @@ class RolloutSession:
         sequences = [policy.tokenizer.encode(text) for text in _PARITY_TEXTS]
         trainer_dtype = {"bf": "bfloat16", "16": "float16"}.get(precision[:2], "float32")
         with self.orchestrator.hold_loads():
-            for engine in self.engines:
+            for engine in engines:
                 tolerance = mean_tolerance(trainer_dtype if engine.dtype == "auto" else engine.dtype, trainer_dtype)
                 check = partial(check_parity, engine, policy.logprobs, sequences, tolerance=tolerance, version=version)
                 report = self.ask(engine, check, poll)
@@ -189,7 +206,7 @@ class RolloutSession:
         """Stop everything within ``timeout_s``; returns the names of what would not stop."""
         deadline_s = time.monotonic() + timeout_s
         left = list(self.orchestrator.close(0.4 * timeout_s))
-        left += close_engines(self.engines, 0.4 * timeout_s)
+        left += close_engines([*self.engines, *self.eval_engines], 0.4 * timeout_s)
         self.publisher.close()
         self.ledger.close(max(deadline_s - time.monotonic(), 0.1 * timeout_s))
         return left

@@ -24,6 +24,7 @@ from async_rl.callbacks.resume import ResumeVersionRecovery
 from async_rl.callbacks.run_loop import RunLoop
 from async_rl.checkpoint_io import DurableCheckpointIO
 from async_rl.datamodule import RolloutDataModule
+from async_rl.eval_failures import report_failures
 from async_rl.orchestrator.garbage import rare_collections
 from async_rl.policy import PolicyModule
 from async_rl.replay import ReplayDataModule, open_replay
@@ -289,7 +290,8 @@ class AsyncRLTrainer(pl.Trainer):
         """
         if self.replay is None:
             check_record(self, self.lightning_module, self.datamodule)  # type: ignore[attr-defined]
-        self._engine_start = start_engines(self.datamodule.engines)  # type: ignore[attr-defined]
+        data = self.datamodule  # type: ignore[attr-defined]
+        self._engine_start = start_engines([*data.engines, *data.eval_engines])
 
     def open_session(self) -> None:
         """Start the control plane at the current version: weights pushed and checked, then admission opened."""
@@ -318,8 +320,10 @@ class AsyncRLTrainer(pl.Trainer):
         """Publish what the last step made, then wait for the next batch. Raises StopIteration at the end."""
         self.publish()
         if not self.session.admitting:
+            if self.session.eval_engines:
+                self.session.admit()
             if self.evaluate_at == "ends" and self.global_step == 0:
-                self.evaluate_now()  # alone on the engine: side by side, both would only take longer
+                self.evaluate_now()  # alone on a shared engine: side by side, both would only take longer
             self.session.admit()
         self._poll_or_stop()
         batch = self._wait_for_batch()
@@ -349,17 +353,28 @@ class AsyncRLTrainer(pl.Trainer):
         return batch
 
     def run_evaluation(self) -> EvalBatch:
-        """Sample the evaluation prompts with the newest weights; no load is applied while it runs."""
+        """Sample the evaluation prompts with the newest weights; where engines do both, no load is applied meanwhile.
+
+        Raises:
+            EvaluationError: no sample finished, and nothing has been trained yet that this would lose.
+        """
         self.publish()
-        orchestrator, datamodule = self.orchestrator, self.datamodule  # type: ignore[attr-defined]
-        orchestrator.wait_served(self.session.published_version, self._poll_or_stop)
+        session, data = self.session, self.datamodule  # type: ignore[attr-defined]
+        version, poll = session.published_version, self._poll_or_stop
         began_s = time.monotonic()
-        with orchestrator.hold_loads():
-            version = int(orchestrator.snapshot()["served_version"])
-            results = orchestrator.evaluate(
-                self.session.eval_prompts, datamodule.eval_samples, self.session.eval_rollout, self._poll_or_stop
-            )
-        return EvalBatch(version=version, results=tuple(results), seconds=time.monotonic() - began_s)
+
+        def ready() -> None:
+            if self.parity_check and session.eval_engines and len(self.evaluations) < 2:
+                session.check_parity(session.eval_engines, self.lightning_module, str(self.precision), version, poll)
+            nonlocal began_s
+            began_s = time.monotonic()
+
+        results = session.orchestrator.evaluate(
+            version, session.eval_prompts, data.eval_samples, session.eval_rollout, poll, ready
+        )
+        batch = EvalBatch(version, tuple(results), time.monotonic() - began_s, data.eval_pass_threshold)
+        report_failures(batch, may_raise=version == 0)
+        return batch
 
     def evaluate_now(self) -> None:
         """Run Lightning's validation loop outside its schedule (before the first step, after the last)."""
@@ -383,14 +398,16 @@ class AsyncRLTrainer(pl.Trainer):
             return
         self.orchestrator.wait_served(version, self._poll_or_stop)
         if self.parity_check:
-            self.session.check_parity(self.lightning_module, str(self.precision), version, self._poll_or_stop)
+            policy, poll = self.lightning_module, self._poll_or_stop
+            self.session.check_parity(self.session.engines, policy, str(self.precision), version, poll)
 
     def _close(self, datamodule: RolloutDataModule, threads_before: set[threading.Thread]) -> None:
         """Stop what runs for this fit, within what is left of the time for its end."""
         self.shutdown.start()
         timeout_s = 0.8 * self.shutdown.remaining_s  # before the deadline, which ends the process
         session = self._sessions.pop() if self._sessions else None
-        left = session.close(timeout_s) if session else close_engines(datamodule.engines, timeout_s)
+        engines = [*datamodule.engines, *datamodule.eval_engines]
+        left = session.close(timeout_s) if session else close_engines(engines, timeout_s)
         if left:
             log.error("did not stop within %.3g s: %s", timeout_s, ", ".join(left))
             self.end = RunEnd(f"{self.end.reason}; forced shutdown of {', '.join(left)}", EXIT_ERROR)

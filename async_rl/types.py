@@ -7,6 +7,8 @@ from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from typing import Any
 
+from async_rl.eval_summary import summarise
+
 
 class RunError(RuntimeError):
     """Ends a run, and its message says all there is to know.
@@ -225,36 +227,23 @@ class EvalBatch:
     """One finished evaluation: all prompts, sampled by one policy version.
 
     Attributes:
-        version: Served version when it started; no load is applied while it runs.
+        version: Version that sampled it; the engines that evaluate load no other one while it runs.
         results: One entry per prompt.
         seconds: Wall time it took.
+        pass_threshold: Least reward with which a sample passes.
     """
 
     version: int
     results: tuple[EvalResult, ...]
     seconds: float
+    pass_threshold: float = 1.0
+
+    @property
+    def failures(self) -> list[str]:
+        """Messages of the samples that failed."""
+        return [failure for result in self.results for failure in result.failures]
 
     def summary(self) -> dict[str, float]:
-        """Mean reward over finished samples, pass@k (share of prompts with a sample above 0), counts and version.
-
-        ``reward/<environment>`` and ``reward/<environment>/<part>`` are the means of each environment and reward part.
-        """
-        rewards = [[t.reward for t in r.trajectories] for r in self.results]
-        flat = [x for group in rewards for x in group]
-        scores: dict[str, list[float]] = {}
-        for result in self.results:
-            for t in result.trajectories:
-                name = f"reward/{result.prompt.environment}"
-                scores.setdefault(name, []).append(t.reward)
-                for part, value in t.reward_parts.items():
-                    scores.setdefault(f"{name}/{part}", []).append(value)
-        return {
-            "version": self.version,
-            "reward": sum(flat) / len(flat) if flat else float("nan"),
-            "pass_at_k": sum(max(g, default=0.0) > 0 for g in rewards) / max(len(rewards), 1),
-            "samples": len(flat),
-            "prompts": len(rewards),
-            "failures": sum(len(r.failures) for r in self.results),
-            "seconds": self.seconds,
-            **{name: sum(values) / len(values) for name, values in scores.items()},
-        }
+        """``version``, ``seconds``, and the numbers of :func:`async_rl.eval_summary.summarise`."""
+        numbers = summarise(self.results, self.pass_threshold)
+        return {"version": self.version, "seconds": self.seconds, **numbers}

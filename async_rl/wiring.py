@@ -244,6 +244,7 @@ def open_session(trainer: AsyncRLTrainer, policy: PolicyModule, data: RolloutDat
     orchestrator = Orchestrator(
         settings,
         engines=data.engines,
+        eval_engines=data.eval_engines,
         prompts=data.prompt_stream(trainer.seed),
         rollout=rollout_with(data.sampling),
         advantages=policy.advantage,
@@ -255,11 +256,12 @@ def open_session(trainer: AsyncRLTrainer, policy: PolicyModule, data: RolloutDat
     return RolloutSession(
         engines=data.engines,
         orchestrator=orchestrator,
-        publisher=_publisher_for(data.engines, policy),
+        publisher=_publisher_for([*data.engines, *data.eval_engines], policy),
         ledger=ledger,
         version=version,
         eval_prompts=data.eval_prompts,
         eval_rollout=rollout_with(data.eval_sampling),
+        eval_engines=data.eval_engines,
     )
 
 

@@ -90,8 +90,9 @@ class RunProgress(RLCallback):
     ) -> None:
         e = batch.summary()
         failed = f", {e['failures']:.0f} failed" if e["failures"] else ""
+        what = f"{e['reward']:.1%}[/bold] mean reward" if e["samples"] else "nothing measured[/bold]"
         self.console.print(
-            f"[bold]evaluation at version {batch.version}: {e['reward']:.1%}[/bold] mean reward"
+            f"[bold]evaluation at version {batch.version}: {what}"
             f" ({e['samples']:.0f} samples of {e['prompts']:.0f} prompts{failed}, {batch.seconds:.1f} s)"
         )
 

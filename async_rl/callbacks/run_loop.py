@@ -62,7 +62,7 @@ class RunLoop(Callback):
             trainer.orchestrator.batch_trained(batch)
         else:
             trainer.orchestrator.batch_dropped(batch, step.reason)
-        pl_module.log_dict(trainer.orchestrator.drain_metrics())
+        pl_module.log_dict(session.drain_metrics())
         pl_module.log("step", float(trainer.global_step))  # loggers then count policy versions, not batches
         trainer.poll()
 

@@ -95,7 +95,11 @@ class RunSummary(RLCallback):
             ("eval_end", last, trainer.global_step),
         ):
             if found and found[0]["version"] == version:
-                self.figures |= {name: found[0]["reward"], f"{name}_version": version}
+                self.figures |= {
+                    name: found[0]["reward"],
+                    f"{name}_version": version,
+                    f"{name}_failures": found[0]["failures"],
+                }
 
     @override
     def teardown(self, trainer: AsyncRLTrainer, pl_module: LightningModule, stage: str) -> None:  # type: ignore[override]
@@ -108,7 +112,8 @@ class RunSummary(RLCallback):
         table.add_row("steps", f"{f['steps']} in {f['seconds']:.0f} s, up to version {f['version']}")
         for name, title in (("eval_start", "evaluation, start"), ("eval_end", "evaluation, end")):
             if name in f:
-                table.add_row(title, f"{f[name]:.1%} (version {f[f'{name}_version']:.0f})")
+                failed = f", {f[f'{name}_failures']:.0f} samples failed" if f[f"{name}_failures"] else ""
+                table.add_row(title, f"{f[name]:.1%} (version {f[f'{name}_version']:.0f}{failed})")
         table.add_row("generated", f"{f['tokens_per_s']:.0f} tokens/s")
         table.add_row(
             "age (versions)",

@@ -73,12 +73,17 @@ class EngineStats:
         busy_s: Seconds during which at least one request was running.
         pauses_s: Seconds generation stood still for weight loads.
         loads: Confirmed weight loads.
+        recomputes: Loads at which the running requests computed their keys and values anew (``kv_max_age``).
+        kv_age: Not a counter: how many versions behind the oldest keys and values of a running request were when
+            generation went on after the newest load; 0 without any.
     """
 
     generated_tokens: int = 0
     busy_s: float = 0.0
     pauses_s: float = 0.0
     loads: int = 0
+    recomputes: int = 0
+    kv_age: int = 0
 
     def __add__(self, other: EngineStats) -> EngineStats:
         return EngineStats(
@@ -86,6 +91,8 @@ class EngineStats:
             self.busy_s + other.busy_s,
             self.pauses_s + other.pauses_s,
             self.loads + other.loads,
+            self.recomputes + other.recomputes,
+            other.kv_age,
         )
 
 

@@ -153,6 +153,8 @@ class TransformersWorker:
         self._generated = 0
         self._loads = 0
         self._pauses_s = 0.0
+        self._recomputes = 0
+        self._kv_age = 0
         self.ready: Future[LoadedModel] = Future()
         self._thread = threading.Thread(target=self._run, name=settings.name, daemon=True)
         self._thread.start()
@@ -190,7 +192,14 @@ class TransformersWorker:
     def stats(self) -> EngineStats:
         """Counters since the start."""
         with self._wake:
-            return EngineStats(self._generated, self._busy.read(time.monotonic()), self._pauses_s, self._loads)
+            return EngineStats(
+                self._generated,
+                self._busy.read(time.monotonic()),
+                self._pauses_s,
+                self._loads,
+                self._recomputes,
+                self._kv_age,
+            )
 
     def _command(self, function: Callable[[LoadedModel, DecodeBatch], T]) -> Future[T]:
         command = _Command(function)
@@ -306,7 +315,11 @@ class TransformersWorker:
             self._loads += 1
             self._pauses_s += time.monotonic() - started_s
         oldest = min((row.kv_version for row in batch.rows), default=version)
-        if self._settings.kv_max_age is not None and version - oldest > self._settings.kv_max_age:
+        recompute = self._settings.kv_max_age is not None and version - oldest > self._settings.kv_max_age
+        with self._wake:
+            self._recomputes += recompute
+            self._kv_age = 0 if recompute else version - oldest
+        if recompute:
             rows = batch.clear()
             self._sampled(model, batch, lambda version: batch.add(rows, version))
 

@@ -233,10 +233,13 @@ class VLLMClient:
                 await self.core.abort(request_id)
         await self.core.load(info, f"{self._tag}-{version}")
         oldest = min((r.kv_version for r in self._requests.values() if r.started), default=version)
-        if self._kv_max_age is not None and version - oldest > self._kv_max_age:
+        recompute = self._kv_max_age is not None and version - oldest > self._kv_max_age
+        if recompute:
             await self.core.recompute()
+            oldest = version
             for running in self._requests.values():
                 running.kv_version = version
+        self.stats = replace(self.stats, recomputes=self.stats.recomputes + recompute, kv_age=version - oldest)
         loaded_s = time.monotonic()
         await self.core.resume()
         return LoadTimings(

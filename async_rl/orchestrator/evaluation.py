@@ -15,26 +15,27 @@ class Evaluation:
     """One evaluation; its rollouts count against no gate, age or ledger.
 
     Each sample is a flight of its own, so that a failure costs no other sample, in turn on the engines that serve the
-    newest version; one whose engine died is launched again. Its group id is negative.
+    version; one whose engine died is launched again. Its group id is negative.
 
     Args:
+        version: What is evaluated.
         prompts: What to evaluate.
         samples: Samples per prompt, ``>= 1``.
         rollout: What runs one attempt.
         slots: The engines that evaluate.
         first_id: Group id of the first sample, ``< 0``; ids go down from it.
-
-    Raises:
-        RuntimeError: No engine serves a version yet.
     """
 
     def __init__(
-        self, prompts: Sequence[Prompt], samples: int, rollout: RolloutFn, slots: Sequence[EngineSlot], first_id: int
+        self,
+        version: int,
+        prompts: Sequence[Prompt],
+        samples: int,
+        rollout: RolloutFn,
+        slots: Sequence[EngineSlot],
+        first_id: int,
     ) -> None:
-        served = [slot.served.value for slot in slots if slot.loaded or slot.incarnation]
-        if not served:
-            raise RuntimeError("evaluate: no engine serves a version yet; call wait_served first")
-        self._version = max(served)
+        self._version = version
         self._slots = slots
         self._prompts = prompts
         self._samples = samples
@@ -143,20 +144,22 @@ class EvalSink:
 
     def run(
         self,
+        version: int,
         prompts: Sequence[Prompt],
         samples: int,
         rollout: RolloutFn,
         wait: Callable[[Callable[[], bool]], None],
     ) -> list[EvalResult]:
-        """One evaluation, from the main thread; raises as :class:`Evaluation` does.
+        """One evaluation, from the main thread.
 
         Args:
+            version: What is evaluated.
             prompts: What to evaluate.
             samples: Samples per prompt.
             rollout: What runs one attempt.
             wait: Blocks until the given function, called under the room's lock, returns ``True``.
         """
-        evaluation = Evaluation(prompts, samples, rollout, self.slots, first_id=self._next_id)
+        evaluation = Evaluation(version, prompts, samples, rollout, self.slots, first_id=self._next_id)
         self._next_id -= evaluation.total
         self._going_on.append(evaluation)
 

@@ -119,6 +119,8 @@ class MetricsLoop:
         self._rewards: list[float] = []
         self._generated = 0
         self._truncated = 0
+        self._segments = 0
+        self._mixed = 0
 
     def run(self) -> None:
         """The thread's body; returns when the supervisor says stop."""
@@ -165,6 +167,8 @@ class MetricsLoop:
         self._rewards.append(t.reward)
         self._generated += t.trainable_tokens
         self._truncated += t.finish_reason == "length"
+        self._segments += len(t.segments)
+        self._mixed += t.head != t.tail
         self._scores[f"reward/{environment}"].append(t.reward)
         for part, value in t.reward_parts.items():
             self._scores[f"reward/{environment}/{part}"].append(value)
@@ -174,8 +178,9 @@ class MetricsLoop:
 
         Returns:
             ``queue/*``: mean of each gauge; ``limit/*``: share of the time each term bound admission; ``rollout/*``:
-            finished rollouts (count, latency in seconds, length in tokens, reward) and group outcomes; ``reward/*``:
-            mean reward of each environment, and of each part; ``length/*`` (tokens of a trajectory) and
+            finished rollouts (count, latency in seconds, length in tokens, reward, ``segments_mean``: segments of a
+            trajectory, ``mixed_share``: those that several versions sampled) and group outcomes; ``reward/*``: mean
+            reward of each environment, and of each part; ``length/*`` (tokens of a trajectory) and
             ``latency/*_s`` (seconds from a group's first attempt to its last end): means over the groups that were
             trained, filtered or failed, and ``admitted``: over all that ended, whatever became of them;
             ``groups_<outcome>/*`` with several environments: how many groups of each; ``time/*_s``: seconds spent in
@@ -211,6 +216,8 @@ class MetricsLoop:
                     "rollout/length_mean": float(np.mean(self._lengths)),
                     "rollout/trainable_tokens": float(self._generated),
                     "rollout/truncated_share": self._truncated / len(latency),
+                    "rollout/segments_mean": self._segments / len(latency),
+                    "rollout/mixed_share": self._mixed / len(latency),
                     "rollout/reward_mean": float(np.mean(self._rewards)),
                 }
             self._reset(now_s)

@@ -6,8 +6,8 @@ import itertools
 import logging
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any, TypeVar
 
@@ -322,25 +322,37 @@ class Orchestrator:
 
     # evaluation
 
-    @contextmanager
-    def ready_to_evaluate(self, version: int, poll: Poll) -> Iterator[None]:
-        """A context in which every living engine that evaluates serves ``version``, which must be the newest published.
+    def evaluate(
+        self,
+        version: int,
+        prompts: Sequence[Prompt],
+        samples: int,
+        rollout: RolloutFn,
+        poll: Poll,
+        ready: Callable[[], None] = lambda: None,
+    ) -> list[EvalResult]:
+        """Sample every prompt ``samples`` times, at most ``max_concurrent`` at once.
 
-        Engines for evaluations alone are loaded, and the others do as they do; without any, no load is applied inside.
-        """
-        with self._eval_sink.awake(self._room):
-            self._wait_served(self._eval_sink.slots, version, poll)
-            with nullcontext() if self._eval_sink.apart else self.hold_loads():
-                yield
+        Engines for evaluations alone are loaded, and the others do as they do. Without any, all engines sample, and no
+        load is applied meanwhile.
 
-    def evaluate(self, prompts: Sequence[Prompt], samples: int, rollout: RolloutFn, poll: Poll) -> list[EvalResult]:
-        """Sample every prompt ``samples`` times with the newest served weights, at most ``max_concurrent`` at once.
+        Args:
+            version: With which weights: those published last.
+            prompts: What to sample.
+            samples: How often, ``>= 1``.
+            rollout: What runs one attempt.
+            poll: See the class.
+            ready: Called once every living engine that evaluates serves ``version``.
 
         Returns:
             One result per prompt, in order; failures are listed beside the finished samples.
         """
-        wait = partial(self._main.wait, "the evaluation", poll=poll)
-        return self._eval_sink.run(prompts, samples, rollout, wait)
+        with self._eval_sink.awake(self._room):
+            self._wait_served(self._eval_sink.slots, version, poll)
+            with nullcontext() if self._eval_sink.apart else self.hold_loads():
+                ready()
+                wait = partial(self._main.wait, "the evaluation", poll=poll)
+                return self._eval_sink.run(version, prompts, samples, rollout, wait)
 
     # what happened
 

@@ -384,7 +384,7 @@ def test_an_evaluation_survives_the_death_of_its_engine_and_the_reload_passes_th
         killer = threading.Thread(target=die)
         killer.start()
         with orchestrator.hold_loads():
-            results = orchestrator.evaluate(prompts, 1, by_hand, patient())
+            results = orchestrator.evaluate(0, prompts, 1, by_hand, patient())
         killer.join()
         assert [len(r.trajectories) for r in results] == [1, 1, 1, 1]
         assert not any(r.failures for r in results)

@@ -55,7 +55,7 @@ class Stuck(FakeEngine):
 
 def test_failed_evaluation_samples_spend_nothing_of_the_training_budget_and_are_no_rollouts():
     with running(at_once, max_failures=0, max_retries=2, max_steps=3) as orchestrator:
-        (result, *_) = orchestrator.evaluate(PROMPTS, 3, failing, patient())
+        (result, *_) = orchestrator.evaluate(0, PROMPTS, 3, failing, patient())
         assert len(result.failures) == 3
         assert orchestrator.drain_metrics().get("rollout/retries", 0) == 0
         batches = train(orchestrator)
@@ -70,7 +70,7 @@ def test_evaluation_samples_that_finish_do_not_refill_the_training_budget():
         for attempt in range(2):
             by_hand.fail(0, attempt=attempt)
             by_hand.wait_started(attempt + 2)
-            orchestrator.evaluate(PROMPTS, 1, at_once, patient())
+            orchestrator.evaluate(0, PROMPTS, 1, at_once, patient())
         by_hand.fail(0, attempt=2)
         with pytest.raises(RolloutFailureError, match="3 rollout attempts"):
             orchestrator.next_batch(patient())
@@ -80,9 +80,8 @@ def test_an_evaluation_is_spread_over_all_engines_that_serve_its_version():
     engines, sampled = [FakeEngine("a"), FakeEngine("b")], Sampled()
     with running(at_once, engines=engines, max_steps=9) as orchestrator:
         step(orchestrator)
-        with orchestrator.ready_to_evaluate(1, patient()):
-            step(orchestrator)  # version 2 waits
-            orchestrator.evaluate(PROMPTS, 2, sampled, patient())
+        # Version 2 is published and has to wait.
+        orchestrator.evaluate(1, PROMPTS, 2, sampled, patient(), ready=lambda: step(orchestrator))
         orchestrator.wait_served(2, patient())
     assert sampled.by == {("a", 1): 4, ("b", 1): 4}
 
@@ -94,8 +93,7 @@ def test_an_engine_for_evaluations_loads_what_is_evaluated_and_gets_no_group():
             version = step(orchestrator).version + 1
             orchestrator.wait_served(version, patient())
             if evaluated:
-                with orchestrator.ready_to_evaluate(version, patient()):
-                    orchestrator.evaluate(PROMPTS, 1, sampled, patient())
+                orchestrator.evaluate(version, PROMPTS, 1, sampled, patient())
             assert orchestrator.snapshot()["engines_open"] == 1
             assert orchestrator.snapshot()["served_version"] == version
         train(orchestrator)
@@ -125,8 +123,7 @@ def test_training_engines_load_and_roll_out_while_an_engine_of_its_own_evaluates
 
         thread = threading.Thread(target=beside)
         thread.start()
-        with orchestrator.ready_to_evaluate(1, patient()):
-            results = orchestrator.evaluate(PROMPTS, 1, evaluation, patient())
+        results = orchestrator.evaluate(1, PROMPTS, 1, evaluation, patient())
         thread.join()
         assert [t.head for r in results for t in r.trajectories] == [1, 1, 1, 1]
         assert own.loads == [1]
@@ -143,8 +140,7 @@ def test_an_engine_of_its_own_that_dies_is_brought_back_at_the_version_evaluated
 
     with running(at_once, engines=[FakeEngine("mine")], eval_engines=[own], max_steps=4) as orchestrator:
         step(orchestrator)
-        with orchestrator.ready_to_evaluate(1, patient()):
-            results = orchestrator.evaluate(PROMPTS, 1, dying, patient())
+        results = orchestrator.evaluate(1, PROMPTS, 1, dying, patient())
         assert own.loads == [1, 1]
         assert [len(r.trajectories) for r in results] == [1, 1, 1, 1]
         assert orchestrator.snapshot()["engine_restarts"] == 1

@@ -419,7 +419,7 @@ def test_evaluation_counts_against_nothing_and_reports_failures():
     with running(ByHand(), max_concurrent=5, rollout_threads=1, max_retries=1) as orchestrator:
         prompts = [Prompt(f"eval/toy/{i}", "toy", {"n": i}) for i in range(4)]
         before = orchestrator.outcomes()
-        results = orchestrator.evaluate(prompts, 3, evaluation, patient())
+        results = orchestrator.evaluate(0, prompts, 3, evaluation, patient())
         assert [r.prompt.id for r in results] == [p.id for p in prompts]
         assert [len(r.trajectories) for r in results] == [3, 2, 3, 3]
         assert [t.sample_index for t in results[1].trajectories] == [0, 1]
@@ -439,7 +439,7 @@ def test_evaluation_repeats_with_the_same_seeds():
     prompts = [Prompt(f"eval/toy/{i}", "toy", {}) for i in range(3)]
     with running(ByHand(), resume=False) as orchestrator:
         for _ in range(2):
-            orchestrator.evaluate(prompts, 2, evaluation, patient())
+            orchestrator.evaluate(0, prompts, 2, evaluation, patient())
     assert sorted(seeds[:6]) == sorted(seeds[6:])
     assert len({seed for *_, seed in seeds}) == 6
 
@@ -459,18 +459,9 @@ def test_evaluation_broken_off_leaves_nothing_for_the_next():
     prompts = [Prompt("eval/toy/0", "toy", {})]
     with running(ByHand(), resume=False) as orchestrator:
         with pytest.raises(StopIteration):
-            orchestrator.evaluate(prompts, 2, slow, poll)
-        (result,) = orchestrator.evaluate(prompts, 4, slow, patient())
+            orchestrator.evaluate(0, prompts, 2, slow, poll)
+        (result,) = orchestrator.evaluate(0, prompts, 4, slow, patient())
         assert len(result.trajectories) == 4
-
-
-def test_evaluation_needs_a_served_version():
-    orchestrator = Orchestrator(
-        make_settings(), engines=[FakeEngine()], prompts=make_prompts(), rollout=at_once, advantages=lambda r: r,
-        ledger=NullLedger(),
-    )  # fmt: skip
-    with pytest.raises(RuntimeError, match="no engine serves a version yet"):
-        orchestrator.evaluate([], 1, at_once, patient())
 
 
 # What a run shows
