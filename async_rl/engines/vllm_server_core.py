@@ -194,6 +194,8 @@ class ServerCore:
                         queue.put_nowait(_scored(await _content(self._url, response), body["token_ids"]))
                         return
                     async for event in _events(response):
+                        if (error := event.get("error")) is not None:
+                            raise _failure(self._url, int(error.get("code") or 500), error)
                         queue.put_nowait(_piece(event))
             # After the last piece nobody reads the queue any more.
             raise CoreDiedError(f"the server at {self._url} broke off an answer")
@@ -278,20 +280,21 @@ async def _content(url: str, response: aiohttp.ClientResponse) -> Any:
     text = await response.text()
     if response.status == 200:
         return json.loads(text)
-    message = _message(text)
-    if response.status == 503:
-        raise CoreDiedError(f"the engine core of the server at {url} died: {message}")
-    if response.status in (400, 422):
-        raise ValueError(message)
-    raise ServerRefusedError(f"the server at {url} answered {response.status}: {message}")
-
-
-def _message(text: str) -> str:
     try:
         error = json.loads(text)["error"]
-        return str(error["message"] if isinstance(error, Mapping) else error)
     except (ValueError, KeyError, TypeError):
-        return text[:500]
+        error = text[:500]
+    raise _failure(url, response.status, error)
+
+
+def _failure(url: str, status: int, error: Any) -> Exception:
+    """What an error of the server means, whether it is the answer or comes in the stream of one."""
+    message = str(error.get("message")) if isinstance(error, Mapping) else str(error)
+    if status == 503:
+        return CoreDiedError(f"the engine core of the server at {url} died: {message}")
+    if status in (400, 422):
+        return ValueError(message)
+    return ServerRefusedError(f"the server at {url} answered {status}: {message}")
 
 
 async def _events(response: aiohttp.ClientResponse) -> AsyncIterator[Mapping[str, Any]]:
@@ -306,8 +309,6 @@ async def _events(response: aiohttp.ClientResponse) -> AsyncIterator[Mapping[str
 
 
 def _piece(event: Mapping[str, Any]) -> Piece:
-    if "error" in event:
-        raise ServerRefusedError(_message(json.dumps(event)))
     (choice,) = event["choices"]
     content = (choice.get("logprobs") or {}).get("content") or []
     return Piece(

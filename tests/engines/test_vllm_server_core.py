@@ -44,6 +44,7 @@ class FakeServer:
         self.gate.set()
         self.started = threading.Semaphore(0)
         self.answer = lambda body: None
+        self.errors_in_stream = False
         self.port = 0
         self.start()
 
@@ -104,7 +105,10 @@ class FakeServer:
         body = await request.json()
         self.bodies.append(body)
         if (answer := self.answer(body)) is not None:
-            return web.json_response({"error": {"message": answer[1]}}, status=answer[0])
+            error = {"error": {"message": answer[1], "code": answer[0]}}
+            if self.errors_in_stream:
+                return web.Response(body=f"data: {json.dumps(error)}\n\ndata: [DONE]\n\n".encode())
+            return web.json_response(error, status=answer[0])
         if not body["stream"]:
             rows = [None, *({str(t): {"logprob": -0.5}, "0": {"logprob": -9.0}} for t in body["token_ids"][1:])]
             choice = {"token_ids": [1], "finish_reason": "length", "weight_versions": []}
@@ -309,7 +313,11 @@ def test_a_second_run_on_the_same_server_is_an_error(server: FakeServer, engine:
     assert not isinstance(error.value, EngineDiedError)
 
 
-def test_a_refused_request_is_not_a_death_and_a_dying_answer_is(server: FakeServer, engine: VLLMServerEngine):
+@pytest.mark.parametrize("in_stream", [False, True])
+def test_a_refused_request_is_not_a_death_and_a_dying_answer_is(
+    server: FakeServer, engine: VLLMServerEngine, in_stream: bool
+):
+    server.errors_in_stream = in_stream
     server.answer = lambda body: (400, "too long")
     with pytest.raises(ValueError, match=r"server-0.*too long"):
         asyncio.run(engine.generate(request()))
