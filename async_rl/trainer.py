@@ -199,14 +199,11 @@ class AsyncRLTrainer(pl.Trainer):
         """
         if (datamodule is None) is (self.replay is None):
             raise ValueError("AsyncRLTrainer: fit needs datamodule=RolloutDataModule(...), with replay it takes none")
+        data: Any = datamodule if self.replay is None else ReplayDataModule(self.replay, model)
         if self.replay is None:
-            check_settings(self, model, datamodule)
-        else:
-            datamodule = ReplayDataModule(self.replay, model)
+            check_settings(self, model, data)
         if self.resume and not (self.run_dir / DATABASE).exists():
-            raise FileNotFoundError(
-                f"resume: {self.run_dir} holds no record of a run ({DATABASE}) to go on with; start without resume"
-            )
+            raise FileNotFoundError(f"resume: {self.run_dir} holds no record of a run; start without resume")
         if ckpt_path is None and self.resume:
             ckpt_path = latest_checkpoint(self.run_dir / "checkpoints")
         if ckpt_path is not None or self.resume:
@@ -216,14 +213,14 @@ class AsyncRLTrainer(pl.Trainer):
         threads_before = set(threading.enumerate())
         with self._signals, rare_collections():
             try:
-                super().fit(model, datamodule=datamodule, ckpt_path=ckpt_path, weights_only=True)
+                super().fit(model, datamodule=data, ckpt_path=ckpt_path, weights_only=True)
             except StopRun:  # asked to stop before the first batch: nothing to save, nothing went wrong
                 pass
             except BaseException as error:
                 self.end = RunEnd(f"{type(error).__name__}: {error}", EXIT_ERROR)
                 raise
             finally:
-                self._close(datamodule, threads_before)
+                self._close(data, threads_before)
         if self.end.reason == _RUNNING:
             self.end = RunEnd(self.ending, EXIT_FINISHED)
             if not self._trained:
@@ -239,10 +236,18 @@ class AsyncRLTrainer(pl.Trainer):
             log.error("the run was stopped: %s", self.end.reason)
 
     def stop(self, reason: str, exit_code: int = EXIT_FINISHED) -> None:
-        """Ask the run to end at the next step boundary; the first reason given is kept. Only sets flags."""
-        if self.end.reason == _RUNNING:
+        """Ask the run to end at the next step boundary; only sets flags.
+
+        The first reason given is kept, but an interruption takes the place of a good end: it cuts short what is left.
+        """
+        if self.end.reason == _RUNNING or (self.ends_well and exit_code == EXIT_INTERRUPTED):
             self.end = RunEnd(reason, exit_code)
         self.should_stop = True
+
+    @property
+    def ends_well(self) -> bool:
+        """Whether nothing so far but a good end, such as that the prompts are used up, ends the run."""
+        return self.end.reason == _RUNNING or self.end.exit_code == EXIT_FINISHED
 
     @property
     def ending(self) -> str:

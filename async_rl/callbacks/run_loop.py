@@ -82,8 +82,11 @@ class RunLoop(Callback):
     @override
     def on_train_end(self, trainer: AsyncRLTrainer, pl_module: LightningModule) -> None:  # type: ignore[override]
         evaluated = [e["version"] for e in trainer.evaluations]
-        if trainer.evaluate_at == "ends" and not trainer.should_stop and trainer.global_step not in evaluated:
+        if trainer.evaluate_at == "ends" and trainer.ends_well and trainer.global_step not in evaluated:
+            # What stops the run early, be it that the prompts are used up, is no reason to stop the evaluation.
+            stopped, trainer.should_stop = trainer.should_stop, False
             trainer.evaluate_now()
+            trainer.should_stop = trainer.should_stop or stopped
         trainer.shutdown.start()
 
     @override
