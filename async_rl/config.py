@@ -78,6 +78,10 @@ class ModelConfig:
     micro_batch_tokens: Annotated[int, Key("tokens of a forward and backward pass", ge=1)]
     gradient_checkpointing: Annotated[bool, Key("recompute activations instead of keeping them")]
     share_prefix: Annotated[Literal["auto"] | bool, Key("compute common beginnings of sequences once")]
+    warm_up: Annotated[
+        Component | None,
+        Key("fine-tune on the environment's demonstrations first: a node such as {_target_: async_rl.warm_up.WarmUp}"),
+    ]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -144,6 +148,11 @@ class EvaluationConfig:
     at: Annotated[Literal["ends", "never"], Key("before the first and after the last step, or not at all")]
     samples: Annotated[int, Key("samples per evaluation prompt", ge=1)]
     limit: Annotated[int | None, Key("evaluate on the first so many prompts; null: all", ge=1)]
+    pass_threshold: Annotated[float, Key("least reward with which a sample passes, for pass@k")]
+    engine: Annotated[
+        Component | None,
+        Key("an engine for evaluations alone, for example ${engine}: the same again; null: no own one"),
+    ]
     sampling: Annotated[SamplingConfig, Key("how evaluation is sampled")]
 
 
@@ -218,7 +227,21 @@ class OptimizerExtras:
     gradient_clip_val: Annotated[float, Key("largest gradient norm; 0: no clipping", ge=0)]
 
 
+ENGINE_RANGES: Mapping[str, Range] = {
+    "max_model_len": Range(ge=1),
+    "max_num_seqs": Range(ge=1),
+    "gpu_memory_utilization": Range(gt=0, le=1),
+    "kv_cache_gib": Range(gt=0),
+    "start_timeout_s": Range(gt=0),
+    "kv_max_age": Range(ge=0),
+    "replicas": Range(ge=1),
+}
+
 COMPONENT_RANGES: Mapping[str, Range] = {
+    "model.warm_up.traces": Range(ge=1),
+    "model.warm_up.epochs": Range(ge=1),
+    "model.warm_up.batch_size": Range(ge=1),
+    "model.warm_up.lr": Range(gt=0),
     "optimizer.lr": Range(gt=0),
     "optimizer.weight_decay": Range(ge=0),
     "optimizer.eps": Range(gt=0),
@@ -230,13 +253,9 @@ COMPONENT_RANGES: Mapping[str, Range] = {
     "environment.digits": Range(ge=1, le=9),
     "environment.train_size": Range(ge=1),
     "environment.eval_size": Range(ge=1),
-    "engine.max_model_len": Range(ge=1),
-    "engine.max_num_seqs": Range(ge=1),
-    "engine.gpu_memory_utilization": Range(gt=0, le=1),
-    "engine.kv_cache_gib": Range(gt=0),
-    "engine.start_timeout_s": Range(gt=0),
-    "engine.kv_max_age": Range(ge=0),
-    "engine.replicas": Range(ge=1),
+    **{
+        f"{at}.{name}": allowed for at in ("engine", "run.evaluation.engine") for name, allowed in ENGINE_RANGES.items()
+    },
 }
 """Ranges of what our own components take, so that they are refused before the component is imported."""
 

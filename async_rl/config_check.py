@@ -287,11 +287,15 @@ def _budget_rules(c: RunConfig) -> Iterator[Problem]:
             "rollout.max_context",
             f"{context} is more than engine.max_model_len={longest} can hold; raise that, or lower it",
         )
-    limits = [("engine.max_model_len", longest if _is_number(longest) else None), ("rollout.max_context", context)]
-    for section, sampling in (("rollout", c.rollout.sampling), ("run.evaluation", c.run.evaluation.sampling)):
+    engine, own = ("engine", c.engine), c.run.evaluation.engine
+    for section, sampling, (path, node) in (
+        ("rollout", c.rollout.sampling, engine),
+        ("run.evaluation", c.run.evaluation.sampling, engine if own is None else ("run.evaluation.engine", own)),
+    ):
         key = f"{section}.sampling.max_tokens"
+        limits = ((f"{path}.max_model_len", node.get("max_model_len")), ("rollout.max_context", context))
         for name, limit in limits:
-            if limit is not None and sampling.max_tokens >= limit:
+            if _is_number(limit) and sampling.max_tokens >= limit:
                 yield Problem(
                     key,
                     f"{sampling.max_tokens} leaves no room for a prompt in {name}={limit}; raise {name} or lower it",

@@ -1,10 +1,11 @@
-"""The rules of the `engine` section of a config: replicas, servers, and keys that must not be there."""
+"""The rules of the engine sections of a config: replicas, servers, and keys that must not be there."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from typing import Any
 
-from async_rl.config import Problem, RunConfig
+from async_rl.config import Component, Problem, RunConfig
 from async_rl.engines.vllm_server_address import KEY_VARIABLE, check_url
 
 MOST_GPU_MEMORY = 0.95
@@ -13,39 +14,68 @@ MOST_GPU_MEMORY = 0.95
 
 def engine_rules(c: RunConfig) -> Iterator[Problem]:
     """What is wrong with how many engines there are, and where."""
-    engine, replicas = c.engine, c.engine.get("replicas", 1)
+    nodes = {"engine": c.engine}
+    if c.run.evaluation.engine is not None:
+        nodes["run.evaluation.engine"] = c.run.evaluation.engine
+    for path, engine in nodes.items():
+        yield from _node_rules(path, engine)
+    dtypes = {path: node["dtype"] for path, node in nodes.items() if node.get("dtype") not in (None, "auto")}
+    if len(set(dtypes.values())) > 1:
+        yield Problem(
+            "run.evaluation.engine.dtype",
+            f"{dtypes['run.evaluation.engine']} with engine.dtype={dtypes['engine']}: weights are published once, for "
+            "all engines; make them the same",
+        )
+    if c.hardware.kind == "gpu":
+        yield from _memory_rules(nodes)
+
+
+def _node_rules(path: str, engine: Component) -> Iterator[Problem]:
     for name in engine:
         if "key" in str(name).lower():
             yield Problem(
-                f"engine.{name}",
+                f"{path}.{name}",
                 "a key in a config ends up in files and logs; remove it and set the environment variable "
                 f"{KEY_VARIABLE} here and where the servers run",
             )
-    if not isinstance(replicas, int) or isinstance(replicas, bool):
-        yield Problem("engine.replicas", f"{replicas!r} is not possible; give a whole number >= 1")
-        return
-    share = engine.get("gpu_memory_utilization")
-    if replicas > 1 and c.hardware.kind == "gpu" and isinstance(share, float) and replicas * share > MOST_GPU_MEMORY:
+    if not is_count(replicas := engine.get("replicas", 1)):
+        yield Problem(f"{path}.replicas", f"{replicas!r} is not possible; give a whole number >= 1")
+    elif "urls" in engine:
+        yield from _url_rules(path, engine, replicas)
+
+
+def is_count(value: Any) -> bool:
+    """Whether it is a whole number."""
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _memory_rules(nodes: Mapping[str, Component]) -> Iterator[Problem]:
+    shares = {
+        path: (node.get("replicas", 1), node.get("gpu_memory_utilization"))
+        for path, node in nodes.items()
+        if isinstance(node.get("gpu_memory_utilization"), float) and is_count(node.get("replicas", 1))
+    }
+    engines = sum(replicas for replicas, _ in shares.values())
+    if engines > 1 and sum(replicas * share for replicas, share in shares.values()) > MOST_GPU_MEMORY:
+        each = ", ".join(f"{path}.gpu_memory_utilization={share:g}" for path, (_, share) in shares.items())
         yield Problem(
-            "engine.replicas",
-            f"{replicas} engines with engine.gpu_memory_utilization={share:g} each do not fit on one GPU; lower it to "
-            f"at most {MOST_GPU_MEMORY / replicas:.2f}",
+            "engine.replicas" if len(shares) == 1 else "run.evaluation.engine",
+            f"{engines} engines with {each} each do not fit on one GPU; lower it to at most "
+            f"{MOST_GPU_MEMORY / engines:.2f}",
         )
-    if "urls" in engine:
-        yield from _url_rules(c, replicas)
 
 
-def _url_rules(c: RunConfig, replicas: int) -> Iterator[Problem]:
-    urls = c.engine["urls"]
+def _url_rules(path: str, engine: Component, replicas: int) -> Iterator[Problem]:
+    urls = engine["urls"]
     if not isinstance(urls, list | tuple) or not urls or not all(isinstance(url, str) for url in urls):
-        yield Problem("engine.urls", "give the servers' addresses, for example engine.urls=[http://127.0.0.1:8001]")
+        yield Problem(f"{path}.urls", f"give the servers' addresses, for example {path}.urls=[http://127.0.0.1:8001]")
         return
     if replicas > 1:
-        yield Problem("engine.replicas", "servers are counted by engine.urls; remove it")
+        yield Problem(f"{path}.replicas", f"servers are counted by {path}.urls; remove it")
     if len(set(urls)) < len(urls):
-        yield Problem("engine.urls", "names a server twice")
+        yield Problem(f"{path}.urls", "names a server twice")
     for url in urls:
         try:
-            check_url(url, allow_remote=c.engine.get("allow_remote") is True)
+            check_url(url, allow_remote=engine.get("allow_remote") is True)
         except ValueError as error:
-            yield Problem("engine.urls", str(error))
+            yield Problem(f"{path}.urls", str(error))

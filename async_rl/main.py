@@ -27,6 +27,7 @@ from async_rl.hub import SourceNotFoundError
 from async_rl.run_end import EXIT_CONFIG, EXIT_ERROR, EXIT_FINISHED, EXIT_INTERRUPTED
 from async_rl.run_record import RunRecord, claim_directory
 from async_rl.signals import terminating_interrupts
+from async_rl.targets import parameters_of
 from async_rl.types import SettingError
 
 if TYPE_CHECKING:
@@ -152,14 +153,33 @@ def build(
     if config.hardware.trainer_threads is not None:
         torch.set_num_threads(config.hardware.trainer_threads)
     model = resolve_model(config.model.name_or_path, config.model.revision)
-    environment = _build_environments(config.environment) if config.replay is None else None
+    environment = None  # a replay needs none, but for the model it starts with
+    if config.replay is None or config.model.warm_up is not None:
+        environment = _build_environments(config.environment)
     facts = _facts(config, choices, model, environment)
     record.start(facts)
     print("\n".join(f"{name:<8} {value}" for name, value in facts.items()), flush=True)
+    if config.model.warm_up is not None:
+        model = _warm_up(config, model, environment)
     datamodule = None  # a replay brings its own
     if config.replay is None:
-        datamodule = _build_datamodule(config, environment, _build_engines(config.engine, str(model.path)))
+        datamodule = _build_datamodule(config, environment, str(model.path))
     return _build_trainer(config), _build_policy(config, model), datamodule
+
+
+def _warm_up(config: RunConfig, model: ResolvedModel, environment: Any) -> ResolvedModel:
+    """The model after supervised training on what the environments demonstrate."""
+    from async_rl.datamodule import by_name
+
+    warm_up = hydra.utils.instantiate(dict(config.model.warm_up or {}))
+    path = warm_up.apply(
+        model.path,
+        by_name(environment),
+        micro_batch_tokens=config.model.micro_batch_tokens,
+        precision=config.hardware.precision,
+        accelerator=config.hardware.accelerator,
+    )
+    return replace(model, path=path)
 
 
 def _build_environments(node: Component) -> Any:
@@ -169,11 +189,11 @@ def _build_environments(node: Component) -> Any:
 
 
 def _build_engines(node: Component, model: str) -> list[Any]:
-    """The engines of the run: as many as ``replicas`` says, or as their target returns."""
+    """Engines of one node: as many as ``replicas`` says, or as their target returns."""
     from async_rl.engines.replicas import replica_arguments
 
     arguments = {name: value for name, value in node.items() if name != "replicas"}
-    kind = str(node["_target_"]).split(".")[-2:][0]
+    kind = str(node.get("name") or str(node["_target_"]).split(".")[-2:][0])
     cores = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else []
     engines: list[Any] = []
     for own in replica_arguments(kind, arguments, node.get("replicas", 1), cores):
@@ -182,7 +202,21 @@ def _build_engines(node: Component, model: str) -> list[Any]:
     return engines
 
 
-def _build_datamodule(config: RunConfig, environment: Any, engine: Any) -> RolloutDataModule:
+def _build_eval_engines(config: RunConfig, model: str) -> list[Any]:
+    """The engines for evaluations alone, under names and with log files of their own; none if none is configured."""
+    if config.run.evaluation.engine is None:
+        return []
+    node = dict(config.run.evaluation.engine)
+    parameters = parameters_of(str(node["_target_"]))
+    if parameters is not None and "name" in parameters.annotations:
+        node.setdefault("name", "eval")
+    if node.get("log_file") and node["log_file"] == config.engine.get("log_file"):
+        log_file = Path(node["log_file"])
+        node["log_file"] = str(log_file.with_stem(f"{log_file.stem}-eval"))
+    return _build_engines(node, model)
+
+
+def _build_datamodule(config: RunConfig, environment: Any, model: str) -> RolloutDataModule:
     from async_rl.datamodule import RolloutDataModule
     from async_rl.engines.base import SamplingParams
 
@@ -193,7 +227,7 @@ def _build_datamodule(config: RunConfig, environment: Any, engine: Any) -> Rollo
     rollout["max_context"] = config.rollout.max_context or config.engine.get("max_model_len")
     return RolloutDataModule(
         environment,
-        engine,
+        _build_engines(config.engine, model),
         batch_size=config.batch_size,
         group_size=config.group_size,
         max_concurrent=config.max_concurrent,
@@ -201,6 +235,8 @@ def _build_datamodule(config: RunConfig, environment: Any, engine: Any) -> Rollo
         eval_sampling=sampling(config.run.evaluation.sampling),
         eval_samples=config.run.evaluation.samples,
         eval_limit=config.run.evaluation.limit,
+        eval_pass_threshold=config.run.evaluation.pass_threshold,
+        eval_engine=_build_eval_engines(config, model),
         load_timeout_s=config.run.load_timeout_s,
         max_engine_restarts=config.run.max_engine_restarts,
         **rollout,
@@ -280,7 +316,7 @@ def _facts(config: RunConfig, choices: Mapping[str, Any], model: ResolvedModel, 
     """What the header shows and run.json keeps."""
     return {
         "recipe": f"{compose.recipe_name(choices)}, seed {config.seed}",
-        "model": f"{model.name}, {model.source}",
+        "model": f"{model.name}, {model.source}" + (f"; {_call(config.model.warm_up)}" if config.model.warm_up else ""),
         **(
             _sources(config, choices, environment)
             if config.replay is None

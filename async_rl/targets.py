@@ -64,7 +64,11 @@ def _nodes(config: RunConfig) -> Iterator[tuple[str, Any, Collection[str], Colle
     else:
         for name, node in config.environment.items():
             yield f"environment.{name}", node, (), ()
+    if config.model.warm_up is not None:
+        yield "model.warm_up", config.model.warm_up, (), ()
     yield "engine", config.engine, ("model",), ("replicas",)
+    if config.run.evaluation.engine is not None:
+        yield "run.evaluation.engine", config.run.evaluation.engine, ("model",), ("replicas",)
     yield "algorithm.advantage", config.algorithm.advantage, (), ()
     yield "algorithm.loss", config.algorithm.loss, (), ()
     yield "optimizer", config.optimizer, ("params",), keys_of(OptimizerExtras)

@@ -161,6 +161,16 @@ def check_settings(trainer: AsyncRLTrainer, policy: PolicyModule, data: RolloutD
             "log-probabilities the trainer does not compute; train with all of them off (eval_sampling may use them)"
         )
     CapacityGate.of(orchestrator_settings(trainer, policy, data))
+    engines = [*data.engines, *data.eval_engines]
+    if len({e.dtype for e in engines} - {"auto"}) > 1:
+        found = ", ".join(f"{e.name}: {e.dtype}" for e in engines)
+        raise ValueError(f"the engines of one run must load weights of one dtype, not {found}")
+    if data.eval_sampling.temperature == 0 and data.eval_samples > 1 and trainer.evaluate_at != "never":
+        log.warning(
+            "evaluation at temperature 0 draws the same sample %d times for each prompt; eval_samples=1 "
+            "(run.evaluation.samples=1) measures the same",
+            data.eval_samples,
+        )
     if given_up := trainer.staleness.given_up(policy):
         log.warning("%s", given_up)
 

@@ -12,7 +12,7 @@ from hydra import compose as hydra_compose
 from hydra import initialize_config_dir
 from omegaconf import open_dict
 
-from async_rl import compose
+from async_rl import compose, main
 from async_rl.config import ConfigError
 from async_rl.engines.replicas import replica_arguments
 from async_rl.engines.vllm_server_address import KEY_VARIABLE, check_url, is_loopback, without_secret
@@ -37,6 +37,8 @@ def problems(*overrides: str) -> str:
 
 RUN = ("run_dir=x",)
 SERVERS = (*RUN, "engine=vllm_server")
+SAME_AGAIN = "run.evaluation.engine=${engine}"
+OWN = "+engine@run.evaluation.engine"
 
 
 @pytest.mark.parametrize(
@@ -47,6 +49,10 @@ SERVERS = (*RUN, "engine=vllm_server")
         (*RUN, "engine=vllm", "engine.replicas=2", "hardware=gpu", "engine.gpu_memory_utilization=0.45"),
         SERVERS,
         (*SERVERS, "engine.urls=['http://127.0.0.1:8001','http://[::1]:8002','https://localhost:8003']"),
+        (*RUN, "engine=vllm", SAME_AGAIN),
+        (*RUN, "engine=vllm", f"{OWN}=vllm", "run.evaluation.engine.max_num_seqs=8"),
+        (*RUN, "engine=transformers", "+engine@run.evaluation.engine=transformers"),
+        (*SERVERS, f"{OWN}=vllm_server", "run.evaluation.engine.urls=['http://127.0.0.1:8009']"),
     ],
 )
 def test_possible_engines(overrides):
@@ -69,6 +75,30 @@ def test_possible_engines(overrides):
         ((*SERVERS, "engine.urls=['http://10.0.0.7:8001']"), r"engine\.allow_remote=true"),
         ((*SERVERS, "engine.urls=['http://10.0.0.7:8001']", "engine.allow_remote=true"), KEY_VARIABLE),
         ((*SERVERS, "engine.urls=['127.0.0.1:8001']"), "is no address"),
+        (
+            (*SERVERS, f"{OWN}=vllm_server", "run.evaluation.engine.urls=[]"),
+            r"run\.evaluation\.engine\.urls: give the servers'",
+        ),
+        (
+            (*RUN, "engine=vllm", "hardware=gpu", SAME_AGAIN, "engine.gpu_memory_utilization=0.6"),
+            r"2 engines with engine\.gpu_memory_utilization=0\.6, .* each do not fit.*0\.47",
+        ),
+        (
+            (*RUN, "engine=vllm", f"{OWN}=vllm", "run.evaluation.engine.max_model_len=16"),
+            r"in run\.evaluation\.engine\.max_mod",
+        ),
+        (
+            (*RUN, "engine=vllm", f"{OWN}=vllm", "run.evaluation.engine.replicas=0"),
+            r"run\.evaluation\.engine\.replicas: 0",
+        ),
+        (
+            (*RUN, "engine=vllm", f"{OWN}=vllm", "+run.evaluation.engine.seqs=1"),
+            r"run\.evaluation\.engine\.seqs: there is no",
+        ),
+        (
+            (*RUN, "engine=vllm", "hardware=cpu", "+engine@run.evaluation.engine=transformers"),
+            r"engine\.dtype: float32 with engine\.dtype=bfloat16",
+        ),
         ((*SERVERS, "engine.urls=['http://127.0.0.1']"), "is no address"),
     ],
 )
@@ -135,3 +165,27 @@ def test_one_replica_is_the_engine_as_it_is_and_too_few_cores_are_refused():
     ]
     with pytest.raises(ValueError, match=r"engine\.cpu_cores=0 has 1 cores for engine\.replicas=2"):
         replica_arguments("vllm", {"cpu_cores": "0"}, 2, range(4))
+
+
+@pytest.mark.parametrize(
+    ("config", "own", "names", "log"),
+    [
+        ("engine=vllm", (SAME_AGAIN,), ["eval"], "vllm-eval.log"),
+        (
+            "engine=vllm",
+            (f"{OWN}=vllm", "run.evaluation.engine.replicas=2"),
+            ["eval-0", "eval-1"],
+            "",
+        ),
+        ("engine=vllm_server", (SAME_AGAIN,), ["eval-0"], ""),
+        ("engine=transformers", (), [], ""),
+    ],
+)
+def test_evaluation_engines_have_names_and_log_files_of_their_own(config, own, names, log):
+    compose.register()
+    with initialize_config_dir(config_dir=str(compose.CONF), version_base="1.3"):
+        composed = hydra_compose("config", overrides=[*RUN, config, *own])
+    checked = compose.check(composed, (), {})
+    engines = main._build_eval_engines(checked, "no/model")
+    assert [engine.name for engine in engines] == names
+    assert not log or engines[0]._settings.log_file == f"x/{log}"

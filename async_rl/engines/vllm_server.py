@@ -125,6 +125,7 @@ def vllm_servers(
     *,
     weights_dir: str,
     model: str = "",
+    name: str = "server",
     dtype: str = "bfloat16",
     allow_remote: bool = False,
     start_timeout_s: float = 300.0,
@@ -136,6 +137,7 @@ def vllm_servers(
         urls: Base URLs, at least one, each once.
         weights_dir: See :class:`VLLMServerEngine`, as for the rest.
         model: The run's model; the servers were started with theirs, and weights that do not fit are refused.
+        name: First part of their names: ``"server"`` gives ``server-0``, ``server-1``.
         dtype: See there.
         allow_remote: See there.
         start_timeout_s: See there.
@@ -150,7 +152,7 @@ def vllm_servers(
         VLLMServerEngine(
             url,
             weights_dir=weights_dir,
-            name=f"server-{i}",
+            name=f"{name}-{i}",
             dtype=dtype,
             allow_remote=allow_remote,
             start_timeout_s=start_timeout_s,
