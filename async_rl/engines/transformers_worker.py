@@ -21,6 +21,8 @@ T = TypeVar("T")
 
 # Contexts computed at once: bounds the memory of a burst of long prompts. One context may be longer.
 MAX_CONTEXT_TOKENS_AT_ONCE = 16_384
+# transformers reads one model at a time: of two at once, one is left without data.
+_READING = threading.Lock()
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +49,8 @@ class LoadedModel:
     def __init__(self, settings: WorkerSettings) -> None:
         # Read in float32 and converted afterwards: reading in another dtype changes torch's default dtype for the whole
         # process meanwhile, and the trainer may be building its own model. Buffers (rotary frequencies) stay float32.
-        self.model: Any = AutoModelForCausalLM.from_pretrained(settings.model, dtype=torch.float32)
+        with _READING:
+            self.model: Any = AutoModelForCausalLM.from_pretrained(settings.model, dtype=torch.float32)
         dtype = (
             (self.model.config.dtype or torch.float32) if settings.dtype == "auto" else getattr(torch, settings.dtype)
         )
