@@ -4,6 +4,7 @@ import json
 import sqlite3
 import threading
 
+import pyarrow.dataset
 import pytest
 import torch
 from fit_kit import Recorder, engine, make_data, make_policy, make_trainer, outcomes, output
@@ -32,6 +33,9 @@ def test_fit_trains_every_step_within_the_bound_and_the_ledger_balances(tiny_mod
     assert max(recorder.ages) <= staleness
     assert recorder.values("drain_end") == [0]  # the horizon admits nothing that no step can train
     assert outcomes(tmp_path) == {"trained": 8}
+    table = pyarrow.dataset.dataset(tmp_path / "batches").to_table()
+    assert sorted(set(table.column("version").to_pylist())) == [0, 1, 2, 3]
+    assert len(set(table.column("group_id").to_pylist())) == 8
     assert data.engines[0].loads[0].version == 0
 
 
@@ -47,6 +51,7 @@ def test_the_last_version_is_published_for_the_final_evaluation(tiny_model_dir, 
     rows = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     assert [r["step"] for r in rows if "eval/reward" in r] == [0, 3, 4]
     assert [r["step"] for r in rows if "train/loss" in r] == [1, 2, 3, 4]
+    assert all(r["time/ledger_s"] > 0 for r in rows if "train/loss" in r)
     assert all(r["age/max"] <= 2 for r in rows if "age/max" in r)
     assert outcomes(tmp_path) == {"trained": 8}  # evaluation is not in the books
 
