@@ -81,7 +81,7 @@ def test_what_a_replay_refuses(tiny_model_dir, tmp_path, recorded):
     policy = make_policy(tiny_model_dir)
     with pytest.raises(ValueError, match="remove one"):
         trainer_for(tmp_path, replay=recorded, resume=True)
-    with pytest.raises(ValueError, match="takes no datamodule"):
+    with pytest.raises(ValueError, match="with replay it takes none"):
         trainer_for(tmp_path, replay=recorded).fit(policy, datamodule=make_data())
     with pytest.raises(ValueError, match="fit needs datamodule"):
         trainer_for(tmp_path).fit(policy)
