@@ -91,6 +91,8 @@ class RunProgress(RLCallback):
         e = batch.summary()
         failed = f", {e['failures']:.0f} failed" if e["failures"] else ""
         what = f"{e['reward']:.1%}[/bold] mean reward" if e["samples"] else "nothing measured[/bold]"
+        if passes := [(name, share) for name, share in e.items() if name.startswith("pass@") and "/" not in name]:
+            what += ", {} {:.1%}".format(*passes[-1])
         self.console.print(
             f"[bold]evaluation at version {batch.version}: {what}"
             f" ({e['samples']:.0f} samples of {e['prompts']:.0f} prompts{failed}, {batch.seconds:.1f} s)"

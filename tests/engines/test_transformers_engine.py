@@ -16,7 +16,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, MistralConfig, MistralForCausalLM
 
-from async_rl.engines.base import EngineError, Generation, GenerationRequest, SamplingParams
+from async_rl.engines.base import EngineError, EngineStats, Generation, GenerationRequest, SamplingParams
 from async_rl.engines.decode_batch import DecodeBatch
 from async_rl.engines.transformers import TransformersEngine
 from async_rl.types import Segment
@@ -181,8 +181,13 @@ async def swap_on_the_way(engine: TransformersEngine, models: list[Any]) -> Gene
 
 def test_each_token_is_stamped_with_the_version_that_sampled_it(endless_dir: Path, models: list[Any]) -> None:
     """CASES 15: checked against a plain model whose weights are swapped at exactly the stamped places, cache kept."""
-    got = run(endless_dir, lambda engine: swap_on_the_way(engine, models), models)
+
+    async def swapped(engine: TransformersEngine) -> tuple[Generation, EngineStats]:
+        return await swap_on_the_way(engine, models), engine.stats()
+
+    got, stats = run(endless_dir, swapped, models)
     assert [s.version for s in got.segments] == [0, 1, 2]
+    assert (stats.recomputes, stats.kv_age) == (0, 2)
     assert [s.start for s in got.segments] == [0, *(s.end for s in got.segments[:-1])]
     assert got.segments[-1].end == len(got.token_ids)
 
@@ -197,7 +202,11 @@ def test_each_token_is_stamped_with_the_version_that_sampled_it(endless_dir: Pat
 
 
 def test_kv_max_age_zero_recomputes_what_older_weights_left(endless_dir: Path, models: list[Any]) -> None:
-    got = run(endless_dir, lambda engine: swap_on_the_way(engine, models), models, kv_max_age=0)
+    async def swapped(engine: TransformersEngine) -> tuple[Generation, EngineStats]:
+        return await swap_on_the_way(engine, models), engine.stats()
+
+    got, stats = run(endless_dir, swapped, models, kv_max_age=0)
+    assert (stats.recomputes, stats.kv_age) == (2, 0)
     prompt = list(long_request().prompt_token_ids)
     assert [s.version for s in got.segments] == [0, 1, 2]
     for segment in got.segments:

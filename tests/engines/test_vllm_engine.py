@@ -289,14 +289,17 @@ def test_kv_max_age_makes_running_requests_recompute(
         await served.push()
         return list(await asyncio.gather(*jobs))
 
-    differences = []
+    differences, before = [], served.engine.stats()
     for prompt, generation in zip(prompts, asyncio.run(run()), strict=True):
         after = [s for s in generation.segments if s.version == served.version and s.start > 0]
         if after:
+            assert [s.version for s in generation.segments] == [served.version - 1, served.version]
             reference = served.logprobs([*prompt, *generation.token_ids])[len(prompt) - 1 :]
             gaps = (reference - torch.tensor(generation.logprobs)).abs()
             differences.append(float(gaps[after[0].start :].max()))
     assert differences  # some spanned the load
+    now = served.engine.stats()
+    assert (now.recomputes - before.recomputes, now.kv_age) == ((1, 0) if kv_max_age == 0 else (0, 1))
     if kv_max_age == 0:
         assert max(differences) <= TOLERANCE  # the whole context was computed anew by the new weights
     else:
