@@ -1,0 +1,235 @@
+"""Two real vLLM engines in one run: two servers on loopback, one of them killed; two colocated replicas."""
+
+import asyncio
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+import urllib.request
+from pathlib import Path
+
+import psutil
+import pytest
+import torch
+from fit_kit import Recorder, make_data, make_policy, make_trainer, outcomes
+
+from async_rl.engines.base import EngineError, GenerationRequest, SamplingParams
+from async_rl.engines.replicas import replica_arguments
+from async_rl.engines.vllm_server import VLLMServerEngine, vllm_servers
+from async_rl.engines.vllm_server_address import KEY_VARIABLE
+from async_rl.weights.file import FilePublisher
+
+pytestmark = pytest.mark.vllm
+SMALL = {"dtype": "float32", "max_model_len": 256, "max_num_seqs": 8, "kv_cache_gib": 0.125}
+START_TIMEOUT_S = 120.0
+SECRET = "a key that only this test knows"
+
+
+class Server:
+    """A ``python -m async_rl.serve`` process that can be killed and started again on its port."""
+
+    def __init__(self, model_dir: Path, directory: Path, number: int) -> None:
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            self.port = probe.getsockname()[1]
+        self.url = f"http://127.0.0.1:{self.port}"
+        self.log = directory / f"server-{number}.log"
+        options = [f"--{name.replace('_', '-')}={value}" for name, value in SMALL.items()]
+        self.command = [
+            *(sys.executable, "-m", "async_rl.serve", str(model_dir), "--port", str(self.port)),
+            *(*options, "--cpu-cores", str(number % os.cpu_count()), "--log-file", str(self.log)),
+        ]
+        self.start()
+
+    def start(self) -> None:
+        self.process = subprocess.Popen(
+            self.command,
+            env={**os.environ, KEY_VARIABLE: SECRET},
+            stdout=self.log.open("a"),
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+
+    def wait_up(self) -> None:
+        """Wait until it answers; the one path that needs no key says so."""
+        deadline_s = time.monotonic() + START_TIMEOUT_S
+        while True:
+            assert self.process.poll() is None, self.log.read_text()[-2000:]
+            assert time.monotonic() < deadline_s, f"not up after {START_TIMEOUT_S} s"
+            try:
+                with urllib.request.urlopen(f"{self.url}/health", timeout=5) as answer:
+                    assert answer.status == 200
+                    return
+            except OSError:
+                time.sleep(0.1)
+
+    def kill(self, number: signal.Signals = signal.SIGKILL) -> None:
+        """End it; its engine core must not outlive it."""
+        children = psutil.Process(self.process.pid).children(recursive=True) if self.process.poll() is None else []
+        self.process.send_signal(number)
+        self.process.wait(20)
+        _, alive = psutil.wait_procs(children, timeout=5)
+        assert not alive
+
+
+@pytest.fixture(scope="module")
+def servers(tiny_model_dir, tmp_path_factory):
+    pytest.importorskip("vllm")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv(KEY_VARIABLE, SECRET)
+        directory = tmp_path_factory.mktemp("servers")
+        started = [Server(tiny_model_dir, directory, number) for number in range(2)]
+        try:
+            for server in started:
+                server.wait_up()
+            yield started
+        finally:
+            for server in started:
+                server.kill(signal.SIGTERM)
+                assert SECRET not in server.log.read_text()
+
+
+def test_a_server_is_an_engine(servers, tiny_model_dir, tmp_path, monkeypatch):
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(tiny_model_dir, dtype=torch.float32)
+    publisher = FilePublisher(tmp_path, torch.float32)
+    engine = VLLMServerEngine(
+        servers[1].url, weights_dir=str(tmp_path), dtype="float32", start_timeout_s=START_TIMEOUT_S
+    )
+
+    def request(seed: int, tokens: int, prompt=(5, 6, 7)) -> GenerationRequest:
+        return GenerationRequest(f"r{seed}", prompt, SamplingParams(max_tokens=tokens, temperature=0.8), seed)
+
+    async def load(version: int) -> None:
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.add_(torch.randn_like(parameter) * 0.02)
+        source = publisher.publish(model.named_parameters(), version)
+        await engine.load_weights(version, source)
+        source.release()
+
+    def reference(token_ids: list[int], temperature: float = 1.0) -> torch.Tensor:
+        with torch.no_grad():
+            logprobs = (model(torch.tensor([token_ids])).logits[0] / temperature).log_softmax(-1)
+        return logprobs[:-1].gather(1, torch.tensor(token_ids)[1:, None])[:, 0]
+
+    async def run() -> None:
+        await engine.start()
+        with pytest.raises(EngineError, match="no policy version yet"):
+            await engine.generate(request(0, 4))
+        for version in range(3):  # the first is loaded while paused, the others are staged
+            await load(version)
+            text = tuple(range(3, 40))
+            scored = torch.tensor(await engine.score(text))
+            assert float((scored - reference(list(text))).abs().max()) < 1e-4
+            one, again = await asyncio.gather(*(engine.generate(request(7, 20)) for _ in range(2)))
+            assert one == again
+            assert {s.version for s in one.segments} == {version}
+            told = reference([5, 6, 7, *one.token_ids], temperature=0.8)[2:]
+            assert float((told - torch.tensor(one.logprobs)).abs().max()) < 1e-4
+        jobs = [asyncio.ensure_future(engine.generate(request(s, 240, (5 + s,)))) for s in range(6)]
+        client = engine._session.client
+        while sum(r.started for r in list(client._requests.values())) < 2:
+            await asyncio.sleep(0.002)
+        await load(3)
+        spans = [tuple(s.version for s in (await job).segments) for job in jobs]
+        assert (2, 3) in spans
+        assert set(spans) <= {(2,), (2, 3), (3,)}
+        with pytest.raises(ValueError, match="refused a request"):
+            await engine.generate(request(0, 4, tuple(range(5, 45)) * 10))
+        cancelled = asyncio.ensure_future(engine.generate(request(1, 200)))
+        await asyncio.sleep(0.05)
+        cancelled.cancel()
+        await asyncio.gather(cancelled, return_exceptions=True)
+        assert (await engine.generate(request(1, 4))).segments[0].version == 3
+
+    try:
+        asyncio.run(run())
+        monkeypatch.setenv(KEY_VARIABLE, "a wrong key")
+        stranger = VLLMServerEngine(servers[1].url, weights_dir="x", dtype="float32", start_timeout_s=0.0)
+        with pytest.raises(EngineError, match="refuses the key"):
+            asyncio.run(stranger.start())
+    finally:
+        asyncio.run(engine.close())
+        publisher.close()
+
+
+class StampsByEngine(Recorder):
+    """Which engine served each planned group, and from which version on."""
+
+    def __init__(self):
+        super().__init__()
+        self.heads = {0: [], 1: []}
+
+    def on_batch_planned(self, trainer, policy, batch):
+        super().on_batch_planned(trainer, policy, batch)
+        for group in batch.groups:
+            self.heads[group.engine].append(group.head)
+
+
+class KillOne(StampsByEngine):
+    """Kills the first server while it generates, starts it again, and ends the run once it serves newer weights."""
+
+    def __init__(self, server, engine):
+        super().__init__()
+        self.server, self.engine = server, engine
+        self.killed_at, self.restarts = 0, 0.0
+
+    def on_batch_planned(self, trainer, policy, batch):
+        super().on_batch_planned(trainer, policy, batch)
+        if self.killed_at:
+            self.restarts = trainer.orchestrator.snapshot()["engine_restarts"]
+            trainer.should_stop = any(head > self.killed_at for head in self.heads[0])
+            time.sleep(0.1)  # leaves the cores to the server that starts
+        elif batch.version >= 2 and self.heads[0]:
+            deadline_s = time.monotonic() + 20
+            while not self.engine._session.client._requests:
+                assert time.monotonic() < deadline_s
+                time.sleep(0.001)
+            self.killed_at = batch.version
+            self.server.kill()
+            self.server.start()
+
+
+def test_a_killed_server_is_taken_out_and_taken_back_and_nothing_is_lost(servers, tiny_model_dir, tmp_path):
+    weights = tmp_path / "weights"
+    engines = vllm_servers(
+        [server.url for server in servers],
+        weights_dir=str(weights),
+        dtype="float32",
+        start_timeout_s=START_TIMEOUT_S,
+    )
+    callback = KillOne(servers[0], engines[0])
+    trainer = make_trainer(tmp_path / "run", max_steps=2000, parity_check=True, callbacks=[callback])
+    sampling = SamplingParams(max_tokens=48)
+    data = make_data(with_engine=engines, batch_size=4, sampling=sampling, max_engine_restarts=0, max_retries=0)
+    trainer.fit(make_policy(tiny_model_dir), data)
+    assert callback.killed_at
+    assert callback.restarts == 1
+    assert max(callback.heads[0]) > callback.killed_at  # taken back, with newer weights
+    assert max(callback.heads[1]) > callback.killed_at  # the other one went on meanwhile
+    assert max(callback.ages) <= 2
+    ended = outcomes(tmp_path / "run")
+    assert set(ended) <= {"trained", "saved"}  # re-admitted, not failed; with max_retries=0 nothing was tried again
+    assert ended["trained"] == 4 * trainer.global_step
+    assert not weights.exists()
+
+
+def test_two_colocated_replicas_share_a_run(tiny_model_dir, tmp_path):
+    pytest.importorskip("vllm")
+    from async_rl.engines.vllm import VLLMEngine
+
+    arguments = {"model": str(tiny_model_dir), "cpu_cores": "auto", "log_file": str(tmp_path / "vllm.log"), **SMALL}
+    cores = sorted(os.sched_getaffinity(0))
+    engines = [VLLMEngine(**one) for one in replica_arguments("vllm", arguments, 2, cores)]
+    callback = StampsByEngine()
+    trainer = make_trainer(tmp_path / "run", max_steps=6, max_staleness=1, parity_check=True, callbacks=[callback])
+    data = make_data(with_engine=engines, batch_size=4, sampling=SamplingParams(max_tokens=32))
+    trainer.fit(make_policy(tiny_model_dir), data)
+    assert min(map(len, callback.heads.values())) >= 4  # both served
+    assert max(callback.ages) <= 1
+    assert outcomes(tmp_path / "run") == {"trained": 24}
+    assert {p.name for p in tmp_path.glob("vllm*.log")} == {"vllm-0.log", "vllm-1.log"}
