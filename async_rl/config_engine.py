@@ -17,6 +17,11 @@ def engine_rules(c: RunConfig) -> Iterator[Problem]:
     nodes = {"engine": c.engine}
     if c.run.evaluation.engine is not None:
         nodes["run.evaluation.engine"] = c.run.evaluation.engine
+        if c.run.evaluation.at == "never" and not c.eval_every:
+            yield Problem(
+                "run.evaluation.engine",
+                "is never used with run.evaluation.at=never and eval_every=0; change one of them, or set it to null",
+            )
     for path, engine in nodes.items():
         yield from _node_rules(path, engine)
     dtypes = {path: node["dtype"] for path, node in nodes.items() if node.get("dtype") not in (None, "auto")}

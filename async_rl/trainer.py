@@ -137,6 +137,7 @@ class AsyncRLTrainer(pl.Trainer):
         if self.replay is not None:
             evaluate_at, eval_every = "never", 0  # nothing samples
         self.evaluate_at = evaluate_at
+        self.eval_every = eval_every
         self.parity_check = parity_check
         self.stall_timeout_s = stall_timeout_s
         self.shutdown = ShutdownDeadline(shutdown_timeout_s)

@@ -165,7 +165,12 @@ def check_settings(trainer: AsyncRLTrainer, policy: PolicyModule, data: RolloutD
     if len({e.dtype for e in engines} - {"auto"}) > 1:
         found = ", ".join(f"{e.name}: {e.dtype}" for e in engines)
         raise ValueError(f"the engines of one run must load weights of one dtype, not {found}")
-    if data.eval_sampling.temperature == 0 and data.eval_samples > 1 and trainer.evaluate_at != "never":
+    never = trainer.evaluate_at == "never" and not trainer.eval_every
+    if never and data.eval_engines:
+        raise ValueError(
+            'eval_engine is never used with evaluate_at="never" and eval_every=0; change one of them, or leave it out'
+        )
+    if not never and data.eval_sampling.temperature == 0 and data.eval_samples > 1:
         log.warning(
             "evaluation at temperature 0 draws the same sample %d times for each prompt; eval_samples=1 "
             "(run.evaluation.samples=1) measures the same",

@@ -75,6 +75,7 @@ def test_possible_engines(overrides):
         ((*SERVERS, "engine.urls=['http://10.0.0.7:8001']"), r"engine\.allow_remote=true"),
         ((*SERVERS, "engine.urls=['http://10.0.0.7:8001']", "engine.allow_remote=true"), KEY_VARIABLE),
         ((*SERVERS, "engine.urls=['127.0.0.1:8001']"), "is no address"),
+        ((*RUN, SAME_AGAIN, "run.evaluation.at=never"), r"run\.evaluation\.engine: is never used with"),
         (
             (*SERVERS, f"{OWN}=vllm_server", "run.evaluation.engine.urls=[]"),
             r"run\.evaluation\.engine\.urls: give the servers'",

@@ -126,3 +126,16 @@ def test_a_first_evaluation_that_measures_nothing_ends_the_run(tiny_model_dir, t
         trainer.fit(make_policy(tiny_model_dir), datamodule=make_data(FailsLater()))
     assert trainer.end.exit_code == 1
     assert outcomes(tmp_path) == {}
+
+
+def test_an_evaluation_engine_that_nothing_would_use_is_refused(tiny_model_dir, tmp_path):
+    own = engine(name="own")
+    with pytest.raises(ValueError, match="eval_engine is never used"):
+        make_trainer(tmp_path).fit(make_policy(tiny_model_dir), datamodule=make_data(eval_engine=own))
+    assert not own.loads
+
+
+def test_greedy_evaluation_of_many_samples_is_said_to_be_a_waste(tiny_model_dir, tmp_path, caplog):
+    data = make_data(eval_sampling=SamplingParams(max_tokens=8, temperature=0.0), eval_limit=1)
+    make_trainer(tmp_path, max_steps=1, evaluate_at="ends").fit(make_policy(tiny_model_dir), datamodule=data)
+    assert "eval_samples=1" in caplog.text
