@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -46,11 +47,12 @@ class ClientEngine(ABC):
         self.dtype = dtype
         self.start_timeout_s = start_timeout_s
         self._session: Session | None = None
+        self._opening: tuple[asyncio.Task[Session], asyncio.AbstractEventLoop] | None = None
         self._before = EngineStats()  # what earlier sessions counted
 
     @abstractmethod
     async def _open(self) -> Session:
-        """Bring the engine up, or raise :class:`EngineError` with nothing left behind."""
+        """Bring the engine up, or raise :class:`EngineError` with nothing left behind; so too when cancelled."""
 
     @property
     def weight_backend(self) -> str:
@@ -72,9 +74,15 @@ class ClientEngine(ABC):
 
         Raises:
             EngineError: it did not come up in time; says why.
+            CancelledError: it was closed meanwhile.
         """
         if self._session is None:
-            self._session = await self._open()
+            opening = asyncio.ensure_future(self._open())
+            self._opening = opening, asyncio.get_running_loop()
+            try:
+                self._session = await opening
+            finally:
+                self._opening = None
 
     async def generate(self, request: GenerationRequest) -> Generation:
         """Sample one turn. Cancelling the awaiting task aborts the request in the engine.
@@ -102,7 +110,13 @@ class ClientEngine(ABC):
         await session.thread.run(session.client.load_weights(version, source))
 
     async def close(self) -> None:
-        """Free everything. Idempotent; works on an engine that never started or died."""
+        """Free everything. Idempotent; works on an engine that never started, is just starting, or died."""
+        if (opening := self._opening) is not None:
+            task, loop = opening
+            with contextlib.suppress(RuntimeError):  # its loop is closed: it has ended meanwhile
+                loop.call_soon_threadsafe(task.cancel)
+            while self._opening is opening:
+                await asyncio.sleep(0.02)
         session, self._session = self._session, None
         if session is not None:
             self._before += session.client.read_stats()

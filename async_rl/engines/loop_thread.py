@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import threading
 from collections.abc import Coroutine
 from typing import Any, TypeVar
@@ -40,6 +41,7 @@ class LoopThread:
     def stop(self, timeout_s: float) -> bool:
         """Cancel what is left, stop the loop and wait for the thread; whether it ended in time."""
         if self._thread.is_alive():
-            self.loop.call_soon_threadsafe(self.loop.stop)
+            with contextlib.suppress(RuntimeError):  # the loop is closed: the thread is about to end
+                self.loop.call_soon_threadsafe(self.loop.stop)
             self._thread.join(timeout_s)
         return not self._thread.is_alive()

@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Mapping
 from typing import Any
 
 from async_rl.engines.base import EngineError
 from async_rl.engines.client_engine import ClientEngine, Session
 from async_rl.engines.loop_thread import LoopThread
+from async_rl.engines.scratch import Scratch
 from async_rl.engines.vllm_client import VLLMClient
-from async_rl.engines.vllm_launch import VLLMSettings, launch, make_scratch
+from async_rl.engines.vllm_launch import Launch, VLLMSettings, launch
+
+GIVE_UP_TIMEOUT_S = 15.0
+"""Longest wait for a start that was given up; importing vLLM, which nothing can interrupt, takes most of it."""
 
 
 class VLLMEngine(ClientEngine):
@@ -89,14 +94,12 @@ class VLLMEngine(ClientEngine):
         self._kv_max_age = kv_max_age
 
     async def _open(self) -> Session:
-        thread = LoopThread(self.name)
-        scratch = make_scratch()
+        thread, scratch, launching = LoopThread(self.name), Scratch(), Launch()
+        starting = thread.run(_start_client(self._settings, scratch.name, self._kv_max_age, launching))
         try:
-            client = await asyncio.wait_for(
-                thread.run(_start_client(self._settings, scratch.name, self._kv_max_age)), self.start_timeout_s
-            )
+            client = await asyncio.wait_for(starting, self.start_timeout_s)
         except BaseException as error:
-            thread.stop(timeout_s=1.0)
+            _give_up(launching, thread)
             scratch.cleanup()
             if isinstance(error, TimeoutError):
                 raise EngineError(
@@ -106,8 +109,15 @@ class VLLMEngine(ClientEngine):
         return Session(thread, client, scratch.cleanup)
 
 
-async def _start_client(settings: VLLMSettings, scratch: str, kv_max_age: int | None) -> VLLMClient:
-    llm = launch(settings, scratch)
+def _give_up(launching: Launch, thread: LoopThread) -> None:
+    """End a start that failed, or that nobody waits for any more, processes included."""
+    deadline_s = time.monotonic() + GIVE_UP_TIMEOUT_S
+    while not thread.stop(timeout_s=0.05) and time.monotonic() < deadline_s:
+        launching.give_up()
+
+
+async def _start_client(settings: VLLMSettings, scratch: str, kv_max_age: int | None, launching: Launch) -> VLLMClient:
+    llm = launch(settings, scratch, launching)
     try:
         from async_rl.engines.vllm_core import LocalCore
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
+import multiprocessing
 import os
-import tempfile
 import threading
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
@@ -50,12 +50,43 @@ class VLLMSettings:
     engine_kwargs: Mapping[str, Any] = field(default_factory=dict)
 
 
-def launch(settings: VLLMSettings, scratch: str) -> AsyncLLM:
+class Launch:
+    """One start of an engine core, as somebody sees it who may not want it any more: it blocks, and can't be cancelled.
+
+    Engine cores start one after the other, so the processes that appear meanwhile are those of this one.
+    """
+
+    def __init__(self) -> None:
+        self._given_up = False
+        self._before: set[Any] | None = None
+
+    def give_up(self) -> None:
+        """Kill what has been started, so that the start fails. To be repeated until it has: some may be to come."""
+        self._given_up = True
+        if (before := self._before) is not None:
+            for process in set(multiprocessing.active_children()) - before:
+                if process.name.startswith("EngineCore"):
+                    process.kill()
+
+    @contextlib.contextmanager
+    def going_on(self, name: str) -> Iterator[None]:
+        """Around the start of the processes."""
+        self._before = set(multiprocessing.active_children())
+        try:
+            if self._given_up:
+                raise EngineError(f"engine {name} was closed while it started")
+            yield
+        finally:
+            self._before = None
+
+
+def launch(settings: VLLMSettings, scratch: str, launching: Launch) -> AsyncLLM:
     """Start the engine core and wait until it is ready. Call on the event loop that will own the engine.
 
     Args:
         settings: How.
         scratch: Directory for the sockets and rendezvous files; its owner removes it after the engine has ended.
+        launching: Ends it early.
 
     Raises:
         EngineError: the engine core did not come up.
@@ -83,7 +114,8 @@ def launch(settings: VLLMSettings, scratch: str) -> AsyncLLM:
         arguments = engine_arguments(settings, scratch, on_cpu)
         _check_plugin(settings)
         try:
-            return OwnedAsyncLLM.from_engine_args(arguments)
+            with launching.going_on(settings.name):
+                return OwnedAsyncLLM.from_engine_args(arguments)
         except Exception as error:
             where = (
                 f"\n{_tail(settings.log_file)}" if settings.log_file else "; see its messages above, or set log_file"
@@ -178,6 +210,8 @@ def child_environment(settings: VLLMSettings, scratch: str, cores: list[int], on
         "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
         "VLLM_ENGINE_READY_TIMEOUT_S": str(max(1, int(settings.start_timeout_s))),
         "VLLM_NO_USAGE_STATS": "1",
+        # Until its logging_config counts: what it warns of while it is imported concerns nobody.
+        "VLLM_LOGGING_LEVEL": os.environ.get("VLLM_LOGGING_LEVEL", "ERROR"),
         "VLLM_RPC_BASE_PATH": scratch,
         "TMPDIR": scratch,
         "PYTHONWARNINGS": "ignore",
@@ -195,11 +229,6 @@ def child_environment(settings: VLLMSettings, scratch: str, cores: list[int], on
         # CUDA IPC handles travel pickled over a socket in a directory that only this user can enter.
         environment["VLLM_ALLOW_INSECURE_SERIALIZATION"] = "1"
     return environment
-
-
-def make_scratch() -> tempfile.TemporaryDirectory[str]:
-    """A directory for an engine's sockets (their paths must stay short) and rendezvous files."""
-    return tempfile.TemporaryDirectory(prefix="async-rl-", ignore_cleanup_errors=True)
 
 
 @contextlib.contextmanager

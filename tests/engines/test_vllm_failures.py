@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import multiprocessing
 import os
 import signal
 import subprocess
 import sys
+import tempfile
 import textwrap
 import time
 from collections.abc import Iterator
@@ -154,3 +156,24 @@ def test_a_partial_first_load_is_an_error_and_sigkill_of_the_trainer_leaves_noth
     _, alive = psutil.wait_procs(children, timeout=5)
     assert not alive
     assert set(os.listdir("/dev/shm")) <= before
+
+
+def test_an_engine_closed_while_it_starts_leaves_nothing(tiny_model_dir: Path, monkeypatch):
+    engine = VLLMEngine(str(tiny_model_dir), name="vllm-doomed", **ENGINE)
+
+    async def run() -> None:
+        starting = asyncio.ensure_future(engine.start())
+        while not (cores := multiprocessing.active_children()):
+            assert not starting.done()
+            await asyncio.sleep(0.02)
+        closed_s = time.monotonic()
+        await engine.close()
+        assert time.monotonic() - closed_s < 5
+        with pytest.raises(asyncio.CancelledError):
+            await starting
+        assert not any(core.is_alive() for core in cores)
+
+    with tempfile.TemporaryDirectory() as temp_dir:  # tmp_path is too long a path for sockets
+        monkeypatch.setattr(tempfile, "tempdir", temp_dir)
+        asyncio.run(run())
+        assert os.listdir(temp_dir) == []
