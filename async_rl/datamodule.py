@@ -10,7 +10,7 @@ from lightning.pytorch import LightningDataModule
 from typing_extensions import override
 
 from async_rl.engines.base import Engine, SamplingParams
-from async_rl.environments.base import Environment
+from async_rl.environments.base import Environment, by_name
 from async_rl.environments.budget import BudgetLimits
 from async_rl.orchestrator.prompts import PromptStream
 from async_rl.types import Batch, Prompt
@@ -158,9 +158,7 @@ class RolloutDataModule(LightningDataModule):
         forward_backward_batch: Literal["auto", "off"] | Mapping[str, Any] = "auto",
     ) -> None:
         super().__init__()
-        if isinstance(environment, Environment):
-            environment = {environment.name or type(environment).__name__.lower(): environment}
-        self.environments: dict[str, Environment] = dict(environment)
+        self.environments = by_name(environment)
         self.engines = _list_of(engine)
         self.eval_engines = _list_of(eval_engine)
         if twice := {e.name for e in self.engines} & {e.name for e in self.eval_engines}:

@@ -8,7 +8,7 @@ import sys
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -169,7 +169,7 @@ def build(
 
 def _warm_up(config: RunConfig, model: ResolvedModel, environment: Any) -> ResolvedModel:
     """The model after supervised training on what the environments demonstrate."""
-    from async_rl.datamodule import by_name
+    from async_rl.environments.base import by_name
 
     warm_up = hydra.utils.instantiate(dict(config.model.warm_up or {}))
     path = warm_up.apply(
@@ -342,6 +342,8 @@ def _sources(config: RunConfig, choices: Mapping[str, Any], environment: Any) ->
         engine += f" at {', '.join(urls)}"
     if choices.get("engine") == "auto":
         engine += f" (engine=auto: {compose.choose_engine().why})"
+    if (own := config.run.evaluation.engine) is not None:
+        engine += f"; {str(own['_target_']).rpartition('.')[2]} for evaluations"
     return {
         "data": "; ".join(getattr(e, "source", "") or _call(n) for e, n in zip(environments, nodes, strict=True)),
         "engine": f"{engine}, {config.engine.get('dtype', 'its own dtype')}",

@@ -9,6 +9,7 @@ from typing import Any
 MEANING = (
     "model.name_or_path",
     "model.revision",
+    "model.warm_up",
     "environment",
     "batch_size",
     "group_size",

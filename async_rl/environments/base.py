@@ -66,6 +66,13 @@ class Environment(ABC):
         """Attempt ``prompt`` through ``chat`` and return the score."""
 
 
+def by_name(environment: Environment | Mapping[str, Environment]) -> dict[str, Environment]:
+    """One environment under its own name, or several under those given."""
+    if isinstance(environment, Environment):
+        return {environment.name or type(environment).__name__.lower(): environment}
+    return dict(environment)
+
+
 class SingleTurn(Environment):
     """An environment of one question and one answer: write ``prompts``, ``messages`` and ``reward``.
 

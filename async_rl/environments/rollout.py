@@ -61,7 +61,7 @@ def make_rollout(
             template_rewrite=template_rewrite,
             reward_timeout_s=reward_timeout_s,
         )
-        score = await _attempt(environment, task.prompt.data, chat)
+        score = await attempt(environment, task.prompt.data, chat)
         if chat.turns == 0:
             raise RolloutError(
                 f"{type(environment).__name__}.rollout returned without a model turn (was chat.generate awaited?): "
@@ -89,7 +89,8 @@ def make_rollout(
     return rollout
 
 
-async def _attempt(environment: Environment, prompt: Mapping[str, Any], chat: Chat) -> Any:
+async def attempt(environment: Environment, prompt: Mapping[str, Any], chat: Chat) -> Any:
+    """Run an environment's ``rollout`` of any kind, ``async def`` or plain, and return its score."""
     if is_async(environment.rollout):
         try:
             return await environment.rollout(prompt, chat)  # type: ignore[misc]
