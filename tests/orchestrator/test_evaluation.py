@@ -94,6 +94,7 @@ def test_an_engine_for_evaluations_loads_what_is_evaluated_and_gets_no_group():
             orchestrator.wait_served(version, patient())
             if evaluated:
                 orchestrator.evaluate(version, PROMPTS, 1, sampled, patient())
+            assert [slot.open for slot in orchestrator._slots] == [True, False]
             assert orchestrator.snapshot()["engines_open"] == 1
             assert orchestrator.snapshot()["served_version"] == version
         train(orchestrator)
@@ -107,6 +108,7 @@ def test_training_engines_load_and_roll_out_while_an_engine_of_its_own_evaluates
     mine, own, by_hand, evaluation = FakeEngine("mine"), FakeEngine("own"), ByHand(), ByHand()
     settings = {"batch_size": 1, "group_size": 1, "max_staleness": 3, "max_concurrent": 4}
     with running(by_hand, engines=[mine], eval_engines=[own], sampling_policy="trajectory", **settings) as orchestrator:
+        orchestrator.evaluate(0, PROMPTS, 1, at_once, patient())
         by_hand.wait_started(3)
         by_hand.finish(0)
         step(orchestrator)
@@ -119,14 +121,14 @@ def test_training_engines_load_and_roll_out_while_an_engine_of_its_own_evaluates
             eventually(lambda: mine.loads == [0, 1])
             by_hand.wait_started(4)
             for n in range(4):
-                evaluation.finish(-1 - n)
+                evaluation.finish(-5 - n)
 
         thread = threading.Thread(target=beside)
         thread.start()
         results = orchestrator.evaluate(1, PROMPTS, 1, evaluation, patient())
         thread.join()
         assert [t.head for r in results for t in r.trajectories] == [1, 1, 1, 1]
-        assert own.loads == [1]
+        assert own.loads == [0, 1]
 
 
 def test_an_engine_of_its_own_that_dies_is_brought_back_at_the_version_evaluated():
