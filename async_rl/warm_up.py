@@ -15,7 +15,6 @@ from typing import Any
 import lightning.pytorch as pl
 import torch
 from torch import nn
-from torch.utils.data import DataLoader
 from typing_extensions import override
 
 from async_rl.causal_lm import CausalLMScorer, disable_dropout, load_causal_lm
@@ -98,7 +97,7 @@ class WarmUp:
                 enable_progress_bar=False,
                 enable_model_summary=False,
                 **trainer,
-            ).fit(learner, DataLoader(list(self._batches(traces)), batch_size=None, collate_fn=_as_is))  # type: ignore[arg-type]
+            ).fit(learner, train_dataloaders=_Batches(list(self._batches(traces))))
             learner.model.save_pretrained(directory)
             tokenizer.save_pretrained(directory)
             log.info(
@@ -136,8 +135,17 @@ def _sequences(traces: Sequence[Trace]) -> list[ScoredSequence]:
     return sequences
 
 
-def _as_is(batch: list[ScoredSequence]) -> list[ScoredSequence]:
-    return batch
+class _Batches:
+    """A loader of ready batches; torch's would draw from the global random state."""
+
+    def __init__(self, batches: list[list[ScoredSequence]]) -> None:
+        self._batches = batches
+
+    def __len__(self) -> int:
+        return len(self._batches)
+
+    def __iter__(self) -> Iterator[list[ScoredSequence]]:
+        return iter(self._batches)
 
 
 class _Imitation(pl.LightningModule):
@@ -148,6 +156,7 @@ class _Imitation(pl.LightningModule):
         self.automatic_optimization = False
         self.model = model
         disable_dropout(model)
+        model.train()
         self._lr = lr
         self._steps = steps
         self._scorer = CausalLMScorer(model, "auto", micro_batch_tokens)

@@ -11,6 +11,7 @@ from async_rl.environments.base import (
 )
 from async_rl.environments.blocking_chat import BlockingChat
 from async_rl.environments.budget import BudgetError, BudgetLimits, ChatBudget, ContextFullError
+from async_rl.environments.calculator import Calculator
 from async_rl.environments.chat import Chat
 from async_rl.environments.functional import Task
 from async_rl.environments.gsm8k import GSM8K
@@ -28,6 +29,7 @@ __all__ = [
     "BlockingChat",
     "BudgetError",
     "BudgetLimits",
+    "Calculator",
     "Chat",
     "ChatBudget",
     "ChatTemplate",
