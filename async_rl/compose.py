@@ -78,7 +78,7 @@ def register() -> None:
         "by_hardware": _by_hardware,
         "detect_hardware": detect_hardware,
         "default_run_dir": _default_run_dir,
-        "keys_help": keys_help,
+        "keys_help": lambda: keys_help().replace("$", "$$"),  # Hydra makes a string.Template of it
     }
     for name, resolver in resolvers.items():
         OmegaConf.register_new_resolver(name, resolver, replace=True)

@@ -83,9 +83,10 @@ def test_help_names_the_recipes_the_main_keys_and_the_exit_codes(command):
     code, out, _ = command("--help")
     assert code == 0
     for part in (
-        "recipe: arithmetic, gsm8k",
+        "recipe: arithmetic, calculator, gsm8k",
         "max_staleness  ",
         "rollout.max_retries  ",
+        "for example ${engine}",
         "digits: 1",
         "Exit codes",
         "+recipe=gsm8k",
