@@ -11,10 +11,12 @@ import pytest
 from fit_kit import RewardBySeed, make_data, make_policy, make_trainer, outcomes, output
 from lightning.pytorch import Callback
 
+from async_rl.archive import BatchArchive
 from async_rl.callbacks import EmptyBatchGuard, RLCallback, RunSummary
 from async_rl.engines.base import Generation
 from async_rl.engines.scripted import ScriptedEngine
 from async_rl.jsonl_logger import JsonlLogger
+from async_rl.orchestrator.ledger_reader import read_run
 from async_rl.token_table import TokenTable
 from async_rl.types import Segment
 
@@ -87,8 +89,10 @@ def test_a_trajectory_of_versions_3_4_and_5_is_as_old_as_its_oldest_token(tiny_m
     assert batches.oldest == summary.figures["age_max"] == 2
     with sqlite3.connect(tmp_path / "run.db") as db:
         assert db.execute("select head, tail from keeps where group_id = 10").fetchone() == (3, 5)
-        recorded = db.execute("select segments from trajectories where group_id = 10").fetchall()
-    assert [[s[0] for s in json.loads(row)] for (row,) in recorded] == [[3, 4, 5]] * 2
+    (recorded,) = [
+        g for b in read_run(tmp_path / "run.db", BatchArchive(tmp_path / "batches")).batches for g in b if g.id == 10
+    ]
+    assert [[s.version for s in t.segments] for t in recorded.trajectories] == [[3, 4, 5]] * 2
 
 
 def test_mask_trains_a_straggler_late_and_without_its_old_tokens(tiny_model_dir, tmp_path, caplog):
