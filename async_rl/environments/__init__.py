@@ -8,6 +8,7 @@ from async_rl.environments.base import (
     RewardTimeoutError,
     RolloutError,
     SingleTurn,
+    ToolError,
 )
 from async_rl.environments.blocking_chat import BlockingChat
 from async_rl.environments.budget import BudgetError, BudgetLimits, ChatBudget, ContextFullError
@@ -48,5 +49,6 @@ __all__ = [
     "TemplateError",
     "TemplateRewriteError",
     "ToolEnvironment",
+    "ToolError",
     "make_rollout",
 ]

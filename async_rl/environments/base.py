@@ -47,6 +47,10 @@ class RewardTimeoutError(RolloutError):
     reason = "timeout"
 
 
+class ToolError(Exception):
+    """What a tool raises to tell the model what is wrong with its call; other exceptions are logged, too."""
+
+
 class Environment(ABC):
     """Tasks, and one complete attempt at one of them.
 

@@ -8,6 +8,8 @@ from collections.abc import Callable, Mapping
 from fractions import Fraction
 from typing import Any, Generic, TypeVar
 
+from async_rl.environments.base import ToolError
+
 T = TypeVar("T")
 
 _MAX_DEPTH = 32  # of parentheses, signs and powers; each costs a few frames of the parser
@@ -16,7 +18,7 @@ _TOKEN = re.compile(r"\s*(?:(?P<number>[0-9][0-9,]*(?:\.[0-9]*)?|\.[0-9]+)|(?P<n
 _SAME = {"×": "*", "·": "*", "÷": "/", "−": "-", "–": "-", "^": "**"}
 
 
-class ExpressionError(ValueError):
+class ExpressionError(ToolError, ValueError):
     """Text that is no arithmetic, or arithmetic beyond the bounds; the message can be shown to the model."""
 
 

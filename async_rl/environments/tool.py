@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any
 
+from async_rl.environments.base import ToolError
 from async_rl.environments.json_types import type_fault
 from async_rl.environments.offload import call_user
 
@@ -125,6 +126,8 @@ class Tool:
             return self._raised(error)
 
     def _raised(self, error: BaseException) -> ToolResult:
+        if isinstance(error, ToolError):
+            return self._error(str(error))
         if self.name not in _warned:
             _warned.add(self.name)
             log.warning(

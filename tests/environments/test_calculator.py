@@ -68,18 +68,19 @@ def test_a_call_and_an_answer_are_two_turns_and_the_reward_is_for_the_last_numbe
     assert (trajectory.turns, trajectory.reward, trajectory.reward_parts["tool_errors"]) == (3, 1.0, 2)
 
 
-def test_the_tool_calculates_and_refuses_everything_else() -> None:
+def test_the_tool_calculates_and_refuses_everything_else(caplog: pytest.LogCaptureFixture) -> None:
     tool = Tool(Calculator().calculate)
 
     def said(expression: str) -> str:
         return asyncio.run(tool.call({"expression": expression}, 5.0)).text
 
     assert said("12*(3+4)") == "84"
-    assert said("open('x','w')").startswith("Error: ExpressionError: cannot read")
-    assert said("1/0") == "Error: ExpressionError: division by zero"
+    assert said("open('x','w')").startswith("Error: cannot read")
+    assert said("1/0") == "Error: division by zero"
     began_s = time.monotonic()
     assert said("9**9**9").startswith("Error")
     assert time.monotonic() - began_s < 1.0
+    assert not caplog.records  # the model's mistakes are no news
 
 
 def test_the_tool_may_take_its_time_with_a_heavy_tail(monkeypatch: pytest.MonkeyPatch) -> None:
