@@ -6,6 +6,8 @@ The public names below are imported on first use, so that importing this package
 from __future__ import annotations
 
 import importlib
+import logging
+import os
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -58,6 +60,11 @@ __all__ = [
     "VLLMServerEngine",
     "resolve_model",
 ]
+
+
+if os.environ.get("ASYNC_RL_ENGINE_CHILD") == "1":
+    # A process of an engine imports this before vLLM, which warns while it is imported and not configured yet.
+    logging.getLogger("vllm").setLevel(logging.ERROR)
 
 
 def __getattr__(name: str) -> Any:

@@ -210,8 +210,6 @@ def child_environment(settings: VLLMSettings, scratch: str, cores: list[int], on
         "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
         "VLLM_ENGINE_READY_TIMEOUT_S": str(max(1, int(settings.start_timeout_s))),
         "VLLM_NO_USAGE_STATS": "1",
-        # Until its logging_config counts: what it warns of while it is imported concerns nobody.
-        "VLLM_LOGGING_LEVEL": os.environ.get("VLLM_LOGGING_LEVEL", "ERROR"),
         "VLLM_RPC_BASE_PATH": scratch,
         "TMPDIR": scratch,
         "PYTHONWARNINGS": "ignore",
