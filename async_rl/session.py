@@ -159,7 +159,7 @@ class RolloutSession:
 
     def ask(self, engine: Engine, question: Callable[[], Coroutine[Any, Any, T]], poll: Callable[[], None]) -> T:
         """Await an answer of an engine that serves; once more, if it died over it and came back."""
-        return self.orchestrator.ask_engine(engine, lambda: wait_for(in_thread(question, "question"), poll), poll)
+        return self.orchestrator.fleet.ask(engine, lambda: wait_for(in_thread(question, "question"), poll), poll)
 
     def check_parity(
         self,
@@ -183,7 +183,7 @@ class RolloutSession:
         """
         sequences = [policy.tokenizer.encode(text) for text in _PARITY_TEXTS]
         trainer_dtype = {"bf": "bfloat16", "16": "float16"}.get(precision[:2], "float32")
-        with self.orchestrator.hold_loads():
+        with self.orchestrator.fleet.hold_loads():
             for engine in engines:
                 tolerance = mean_tolerance(trainer_dtype if engine.dtype == "auto" else engine.dtype, trainer_dtype)
                 check = partial(check_parity, engine, policy.logprobs, sequences, tolerance=tolerance, version=version)
@@ -199,7 +199,7 @@ class RolloutSession:
         began_s = time.monotonic()
         source = self.publisher.publish(weights, version)
         self.published_version = version
-        self.orchestrator.publish(version, source)
+        self.orchestrator.fleet.publish(version, source)
         return time.monotonic() - began_s
 
     def close(self, timeout_s: float) -> list[str]:

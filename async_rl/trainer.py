@@ -402,7 +402,7 @@ class AsyncRLTrainer(pl.Trainer):
         """
         if not self.session.engines:
             return
-        self.orchestrator.wait_served(version, self._poll_or_stop)
+        self.orchestrator.fleet.wait_served(version, self._poll_or_stop)
         if self.parity_check:
             policy, poll = self.lightning_module, self._poll_or_stop
             self.session.check_parity(self.session.engines, policy, str(self.precision), version, poll)

@@ -92,14 +92,14 @@ def measure(
             ledger=ledger,
         )
         orchestrator.start()
-        orchestrator.publish(0, NoWeights())
-        orchestrator.wait_served(0, lambda: None)
+        orchestrator.fleet.publish(0, NoWeights())
+        orchestrator.fleet.wait_served(0, lambda: None)
         began_s, cpu_s = time.perf_counter(), time.process_time()
         orchestrator.resume()
         while (batch := orchestrator.next_batch(lambda: None)) is not None:
             orchestrator.events()
             orchestrator.batch_trained(batch)
-            orchestrator.publish(batch.version + 1, NoWeights())
+            orchestrator.fleet.publish(batch.version + 1, NoWeights())
         seconds, cpu_s = time.perf_counter() - began_s, time.process_time() - cpu_s
         left = orchestrator.close(10.0)
         ledger.close()

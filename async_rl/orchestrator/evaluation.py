@@ -4,11 +4,16 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
+from typing import TYPE_CHECKING
 
 from async_rl.orchestrator.records import EngineSlot, Flight, Landing, RolloutFn, reason_of
-from async_rl.orchestrator.room import Room
 from async_rl.types import EvalResult, Prompt
+
+if TYPE_CHECKING:
+    from async_rl.orchestrator.fleet import Fleet
+    from async_rl.orchestrator.room import Room
+    from async_rl.orchestrator.waiting import MainThread, Poll
 
 
 class Evaluation:
@@ -104,62 +109,86 @@ class Evaluation:
 
 
 class EvalSink:
-    """Where what evaluations sampled ends, whole and unfiltered.
+    """Runs evaluations, and is where what they sampled ends, whole and unfiltered.
 
     Args:
-        slots: All engines; those that only evaluate are taken, without any all of them.
+        room: The lock and its conditions.
+        main: How the main thread waits.
+        fleet: The engines; those that only evaluate are taken, without any all of them.
         max_concurrent: Most samples in the air.
         launch: Hands flights to the rollout threads.
-
-    Attributes:
-        slots: The engines that evaluate.
-        apart: Whether they do nothing else.
     """
 
     def __init__(
-        self, slots: Sequence[EngineSlot], *, max_concurrent: int, launch: Callable[[Sequence[Flight]], None]
+        self,
+        room: Room,
+        main: MainThread,
+        fleet: Fleet,
+        *,
+        max_concurrent: int,
+        launch: Callable[[Sequence[Flight]], None],
     ) -> None:
-        apart = [slot for slot in slots if slot.evaluates]
-        self.slots = apart or list(slots)
-        self.apart = bool(apart)
+        apart = [slot for slot in fleet.slots if slot.evaluates]
+        self._room = room
+        self._main = main
+        self._fleet = fleet
+        self._slots = apart or list(fleet.slots)
+        self._apart = bool(apart)
         self._max_concurrent = max_concurrent
         self._launch = launch
         self._going_on: list[Evaluation] = []
         self._next_id = -1
 
-    @contextmanager
-    def awake(self, room: Room) -> Iterator[None]:
-        """A context in which engines that only evaluate load what is published."""
-        try:
-            self._set_idle(room, False)
-            yield
-        finally:
-            self._set_idle(room, self.apart)
-
-    def _set_idle(self, room: Room, idle: bool) -> None:
-        with room.lock:
-            for slot in self.slots:
-                slot.idle = idle
-            room.engines.notify_all()
-
-    def run(
+    def evaluate(
         self,
         version: int,
         prompts: Sequence[Prompt],
         samples: int,
         rollout: RolloutFn,
-        wait: Callable[[Callable[[], bool]], None],
+        poll: Poll,
+        ready: Callable[[], None],
     ) -> list[EvalResult]:
-        """One evaluation, from the main thread.
+        """Sample every prompt ``samples`` times, at most ``max_concurrent`` at once; from the main thread.
+
+        Engines for evaluations alone are loaded, and the others do as they do. Without any, all engines sample, and no
+        load is applied meanwhile.
 
         Args:
-            version: What is evaluated.
-            prompts: What to evaluate.
-            samples: Samples per prompt.
+            version: With which weights: those published last.
+            prompts: What to sample.
+            samples: How often, ``>= 1``.
             rollout: What runs one attempt.
-            wait: Blocks until the given function, called under the room's lock, returns ``True``.
+            poll: Called at least ten times a second; what it raises ends the evaluation.
+            ready: Called once every living engine that evaluates serves ``version``.
+
+        Returns:
+            One result per prompt, in order; failures are listed beside the finished samples.
         """
-        evaluation = Evaluation(version, prompts, samples, rollout, self.slots, first_id=self._next_id)
+        with self._awake():
+            self._fleet.wait_served(version, poll, self._slots)
+            with nullcontext() if self._apart else self._fleet.hold_loads():
+                ready()
+                return self._sample(version, prompts, samples, rollout, poll)
+
+    @contextmanager
+    def _awake(self) -> Iterator[None]:
+        """A context in which engines that only evaluate load what is published."""
+        try:
+            self._set_idle(False)
+            yield
+        finally:
+            self._set_idle(self._apart)
+
+    def _set_idle(self, idle: bool) -> None:
+        with self._room.lock:
+            for slot in self._slots:
+                slot.idle = idle
+            self._room.engines.notify_all()
+
+    def _sample(
+        self, version: int, prompts: Sequence[Prompt], samples: int, rollout: RolloutFn, poll: Poll
+    ) -> list[EvalResult]:
+        evaluation = Evaluation(version, prompts, samples, rollout, self._slots, first_id=self._next_id)
         self._next_id -= evaluation.total
         self._going_on.append(evaluation)
 
@@ -169,7 +198,7 @@ class EvalSink:
             return evaluation.over
 
         try:
-            wait(over)
+            self._main.wait("the evaluation", over, poll)
         finally:  # what still lands of one that was broken off is ignored
             self._going_on.remove(evaluation)
         return evaluation.results()

@@ -7,14 +7,13 @@ import logging
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from functools import partial
-from typing import Any, TypeVar
 
 from async_rl.orchestrator.batches import AdvantageFn, BatchSource
 from async_rl.orchestrator.books import Books
 from async_rl.orchestrator.dispatcher import Dispatcher
 from async_rl.orchestrator.evaluation import EvalSink
+from async_rl.orchestrator.fleet import Fleet
 from async_rl.orchestrator.gate import CapacityGate
 from async_rl.orchestrator.ledger import AnyLedger
 from async_rl.orchestrator.metrics import Meters, MetricsLoop
@@ -30,9 +29,7 @@ from async_rl.orchestrator.records import (
     Landing,
     Recovery,
     RolloutFn,
-    is_engine_death,
 )
-from async_rl.orchestrator.restarts import EngineRestarts
 from async_rl.orchestrator.rollouts import RolloutThread, spread
 from async_rl.orchestrator.room import Room
 from async_rl.orchestrator.seeds import sampling_seed
@@ -43,12 +40,9 @@ from async_rl.orchestrator.stall import StallWatchdog
 from async_rl.orchestrator.supervisor import Supervisor
 from async_rl.orchestrator.version import PolicyVersion
 from async_rl.orchestrator.waiting import MainThread, Poll
-from async_rl.orchestrator.watcher import WeightWatcher
 from async_rl.types import Batch, EvalResult, Outcome, Prompt
 
 log = logging.getLogger(__name__)
-
-T = TypeVar("T")
 
 
 class Orchestrator:
@@ -71,6 +65,9 @@ class Orchestrator:
         start_version: The policy version of the weights the run starts with.
         recovered: What an earlier process left (``Ledger.recover(start_version)``).
         on_stall: Takes the report of a stall (``stall_timeout_s``), on a thread of its own; the run fails besides.
+
+    Attributes:
+        fleet: The engines: publish weights to them, wait until they serve, ask one something.
 
     Raises:
         ValueError: A setting is out of range, or two contradict each other.
@@ -105,19 +102,19 @@ class Orchestrator:
         self._supervisor = Supervisor(room.wake_all)
         self._main = MainThread(room, self._supervisor)
         self._trained = PolicyVersion(start_version, name="trained version")
-        self._slots = [
-            EngineSlot(
-                index=i,
-                engine=engine,
-                served=PolicyVersion(start_version, name=f"served version of engine {engine.name}"),
-                # `auto` takes `trajectory` only where an engine keeps several versions alive, and those never drain.
-                drains=s.sampling_policy == "trajectory" and engine.versions_alive == 1 and i < len(engines),
-                evaluates=i >= len(engines),
-                idle=i >= len(engines),
-            )
-            for i, engine in enumerate([*engines, *eval_engines])
-        ]
-        self._train_slots = self._slots[: len(engines)]
+        emit, fail = self._events.append, self._supervisor.fail
+        self.fleet = Fleet(
+            room,
+            self._main,
+            self._supervisor,
+            settings=s,
+            engines=engines,
+            eval_engines=eval_engines,
+            start_version=start_version,
+            emit=emit,
+            loaded=self._loaded,
+            abandon=self._abandon,
+        )
         unfinished = [Admission(group_id, prompts.again(group_id), landed) for group_id, landed in recovery.unfinished]
         planner = BatchPlanner(batch_size=s.batch_size, max_staleness=s.max_staleness, stale_policy=s.stale_policy)
         self._books = Books(
@@ -125,7 +122,7 @@ class Orchestrator:
             CapacityGate.of(s),
             planner,
             self._trained,
-            self._train_slots,
+            self.fleet.train_slots,
             settings=s,
             rollout=rollout,
             recovery=recovery,
@@ -138,17 +135,13 @@ class Orchestrator:
         self._batches = BatchSource(
             room, self._books, ledger, self._meters, settings=s, advantages=advantages, replay=recovery.batches
         )
-        emit, fail = self._events.append, self._supervisor.fail
         self._train_sink = TrainSink(self._books, ledger, self._meters, emit=emit, fail=fail, settings=s)
         self._rollout_threads = [
             RolloutThread(settings=s, make_seed=partial(sampling_seed, s.seed), land=self._land, crashed=fail)
             for _ in range(s.rollout_threads)
         ]
         launch = partial(spread, threads=self._rollout_threads, turn=itertools.count())
-        self._eval_sink = EvalSink(self._slots, max_concurrent=s.max_concurrent, launch=launch)
-        self._restarts = EngineRestarts(
-            room, self._slots, max_restarts=s.max_engine_restarts, abandon=self._abandon, supervisor=self._supervisor
-        )
+        self._eval_sink = EvalSink(room, self._main, self.fleet, max_concurrent=s.max_concurrent, launch=launch)
         self._stall = StallWatchdog(
             room,
             timeout_s=s.stall_timeout_s,
@@ -167,15 +160,6 @@ class Orchestrator:
             launch=launch,
             supervisor=self._supervisor,
         )
-        self._watcher = WeightWatcher(
-            room,
-            self._slots,
-            load_timeout_s=s.load_timeout_s,
-            emit=emit,
-            observe=self._loaded,
-            died=self._restarts.died,
-            supervisor=self._supervisor,
-        )
 
     # life
 
@@ -184,8 +168,7 @@ class Orchestrator:
         self._supervisor.spawn("ledger", self._ledger.run)
         for i, thread in enumerate(self._rollout_threads):
             self._supervisor.spawn(f"rollout-{i}", thread.run)
-        self._supervisor.spawn("watcher", self._watcher.run)
-        self._supervisor.spawn("engines", self._restarts.run)
+        self.fleet.start()
         self._supervisor.spawn("stall", self._stall.run, may_end=True)
         self._supervisor.spawn("dispatcher", self._dispatcher.run)
         self._supervisor.spawn("metrics", self._metrics.run)
@@ -248,33 +231,6 @@ class Orchestrator:
         """Raise the first failure of any thread, with its own traceback."""
         self._supervisor.check()
 
-    # weights
-
-    def publish(self, version: int, source: Any) -> None:
-        """Offer weights to the engines; returns at once. The source is released when a newer one takes its place."""
-        self._watcher.publish(version, source)
-
-    def wait_served(self, version: int, poll: Poll) -> None:
-        """Block until every engine that is not dead is confirmed to serve ``version`` or newer, and one at least."""
-        self._wait_served(self._train_slots, version, poll)
-
-    def ask_engine(self, engine: EngineLike, work: Callable[[], T], poll: Poll) -> T:
-        """Wait until ``engine`` serves and do ``work`` with it; again, if it died over it and came back."""
-        slot = next(slot for slot in self._slots if slot.engine is engine)
-        while True:
-            self._main.wait(f"engine {engine.name} to serve", lambda: slot.loaded, poll)
-            incarnation = slot.incarnation
-            try:
-                return work()
-            except Exception as error:
-                if not is_engine_death(error):
-                    raise
-                self._restarts.died(slot, incarnation, error)
-
-    def hold_loads(self) -> AbstractContextManager[None]:
-        """A context in which no load is applied; entering waits for the one that is going on."""
-        return self._watcher.hold()
-
     # batches
 
     def next_part(self, poll: Poll) -> Batch | None:
@@ -331,28 +287,8 @@ class Orchestrator:
         poll: Poll,
         ready: Callable[[], None] = lambda: None,
     ) -> list[EvalResult]:
-        """Sample every prompt ``samples`` times, at most ``max_concurrent`` at once.
-
-        Engines for evaluations alone are loaded, and the others do as they do. Without any, all engines sample, and no
-        load is applied meanwhile.
-
-        Args:
-            version: With which weights: those published last.
-            prompts: What to sample.
-            samples: How often, ``>= 1``.
-            rollout: What runs one attempt.
-            poll: See the class.
-            ready: Called once every living engine that evaluates serves ``version``.
-
-        Returns:
-            One result per prompt, in order; failures are listed beside the finished samples.
-        """
-        with self._eval_sink.awake(self._room):
-            self._wait_served(self._eval_sink.slots, version, poll)
-            with nullcontext() if self._eval_sink.apart else self.hold_loads():
-                ready()
-                wait = partial(self._main.wait, "the evaluation", poll=poll)
-                return self._eval_sink.run(version, prompts, samples, rollout, wait)
+        """Sample every prompt ``samples`` times with weights that were published (see :meth:`EvalSink.evaluate`)."""
+        return self._eval_sink.evaluate(version, prompts, samples, rollout, poll, ready)
 
     # what happened
 
@@ -377,7 +313,7 @@ class Orchestrator:
                 **self._books.gauges(),
                 "in_the_air": float(sum(thread.in_the_air for thread in self._rollout_threads)),
                 "events": float(len(self._events)),
-                "engine_restarts": float(self._restarts.count),
+                "engine_restarts": float(self.fleet.restarts),
                 "limited_by": self._books.capacity()[1],
                 "waiting_for": self._main.waits_for and (self._batches.waiting_for or self._main.waits_for),
             }
@@ -407,13 +343,6 @@ class Orchestrator:
 
     # private
 
-    def _wait_served(self, slots: Sequence[EngineSlot], version: int, poll: Poll) -> None:
-        def served() -> bool:
-            alive = [slot for slot in slots if not slot.lost]
-            return bool(alive) and all(slot.loaded and slot.served.value >= version for slot in alive)
-
-        self._main.wait(f"version {version} to be served", served, poll)
-
     def _admitted(self, flights: Sequence[Flight]) -> None:
         self._ledger.admit(flights)
         self._meters.admitted(flights)
@@ -433,7 +362,7 @@ class Orchestrator:
             if self._closed:
                 return
             for flight, error in landing.lost:
-                self._restarts.died(flight.slot, flight.incarnation, error)
+                self.fleet.died(flight.slot, flight.incarnation, error)
             if self._eval_sink.take_out(landing):
                 self._room.batch.notify_all()
             self._train_sink.land(landing)

@@ -181,8 +181,8 @@ def running(
     )
     orchestrator.start()
     try:
-        orchestrator.publish(start_version, FakeSource(start_version))
-        orchestrator.wait_served(start_version, patient())
+        orchestrator.fleet.publish(start_version, FakeSource(start_version))
+        orchestrator.fleet.wait_served(start_version, patient())
         if resume:
             orchestrator.resume()
         yield orchestrator
@@ -201,7 +201,7 @@ def step(orchestrator: Orchestrator, publish: bool = True) -> Batch:
     assert batch is not None
     orchestrator.batch_trained(batch)
     if publish:
-        orchestrator.publish(batch.version + 1, FakeSource(batch.version + 1))
+        orchestrator.fleet.publish(batch.version + 1, FakeSource(batch.version + 1))
     return batch
 
 
@@ -210,6 +210,6 @@ def train(orchestrator: Orchestrator) -> list[Batch]:
     batches = []
     while (batch := orchestrator.next_batch(patient())) is not None:
         orchestrator.batch_trained(batch)
-        orchestrator.publish(batch.version + 1, FakeSource(batch.version + 1))
+        orchestrator.fleet.publish(batch.version + 1, FakeSource(batch.version + 1))
         batches.append(batch)
     return batches

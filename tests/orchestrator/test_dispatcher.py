@@ -192,7 +192,7 @@ def test_the_dispatcher_wakes_by_itself_when_a_version_comes():
         step(orchestrator, publish=False)
         eventually(lambda: orchestrator.waits().get("dispatcher", "").startswith("capacity (limited by bound)"))
         assert len(by_hand.started) == 1
-        orchestrator.publish(1, FakeSource(1))  # nothing runs, nothing completes: only the version moves
+        orchestrator.fleet.publish(1, FakeSource(1))  # nothing runs, nothing completes: only the version moves
         eventually(lambda: len(by_hand.started) == 2, seconds=2.0)
 
 

@@ -144,7 +144,7 @@ def test_a_dead_engine_comes_back_with_the_current_weights_and_its_groups_end_on
     with running(long_or_dead, engines=[engine], max_steps=6) as orchestrator:
         step(orchestrator)
         step(orchestrator)
-        orchestrator.wait_served(2, patient())
+        orchestrator.fleet.wait_served(2, patient())
         engine.dead = True
         batches = train(orchestrator)
         assert [b.version for b in batches] == [2, 3, 4, 5]
@@ -227,7 +227,7 @@ def test_while_one_engine_is_down_the_other_takes_its_groups_and_every_load():
         for group in range(4):
             by_hand.finish(group)
         step(orchestrator)
-        orchestrator.wait_served(1, patient())  # the dead one is not waited for
+        orchestrator.fleet.wait_served(1, patient())  # the dead one is not waited for
         assert engines[1].version == 1
         assert "engine a to start again" in orchestrator.waits()["restart-a"]
         go.set()
@@ -383,7 +383,7 @@ def test_an_evaluation_survives_the_death_of_its_engine_and_the_reload_passes_th
 
         killer = threading.Thread(target=die)
         killer.start()
-        with orchestrator.hold_loads():
+        with orchestrator.fleet.hold_loads():
             results = orchestrator.evaluate(0, prompts, 1, by_hand, patient())
         killer.join()
         assert [len(r.trajectories) for r in results] == [1, 1, 1, 1]
@@ -395,14 +395,14 @@ def test_an_evaluation_survives_the_death_of_its_engine_and_the_reload_passes_th
 def test_an_engine_that_comes_back_under_a_hold_loads_only_what_the_others_serve():
     engines = [Mortal("a", knows=True), Mortal("b")]
     with running(at_once, engines=engines) as orchestrator:
-        with orchestrator.hold_loads():
+        with orchestrator.fleet.hold_loads():
             step(orchestrator)  # version 1 is published, and b goes on serving 0
             engines[0].dead = True
             eventually(lambda: engines[0].starts == 1)
             time.sleep(0.05)
             assert engines[0].loads == [0]
             assert orchestrator.snapshot()["engines_open"] == 1
-        orchestrator.wait_served(1, patient())
+        orchestrator.fleet.wait_served(1, patient())
         eventually(lambda: engines[0].loads == [0, 1])
 
 
@@ -417,11 +417,11 @@ def test_what_is_asked_of_an_engine_is_asked_again_once_it_is_back():
         return "answer"
 
     with running(at_once, engines=[engine], resume=False) as orchestrator:
-        with orchestrator.hold_loads():
-            assert orchestrator.ask_engine(engine, work, patient()) == "answer"
+        with orchestrator.fleet.hold_loads():
+            assert orchestrator.fleet.ask(engine, work, patient()) == "answer"
         assert answers == [0, 0]
         with pytest.raises(ZeroDivisionError):
-            orchestrator.ask_engine(engine, lambda: 1 // 0, patient())
+            orchestrator.fleet.ask(engine, lambda: 1 // 0, patient())
 
 
 # the budget
@@ -557,8 +557,8 @@ def test_a_source_is_kept_for_an_engine_that_comes_back_until_there_is_a_newer_o
     with running(at_once, engines=[Mortal()]) as orchestrator:
         step(orchestrator, publish=False)
         first, second = FakeSource(1), FakeSource(1)
-        orchestrator.publish(1, first)
-        orchestrator.wait_served(1, patient())
+        orchestrator.fleet.publish(1, first)
+        orchestrator.fleet.wait_served(1, patient())
         assert not first.released
-        orchestrator.publish(1, second)
+        orchestrator.fleet.publish(1, second)
         eventually(lambda: first.released)

@@ -82,7 +82,7 @@ def test_an_evaluation_is_spread_over_all_engines_that_serve_its_version():
         step(orchestrator)
         # Version 2 is published and has to wait.
         orchestrator.evaluate(1, PROMPTS, 2, sampled, patient(), ready=lambda: step(orchestrator))
-        orchestrator.wait_served(2, patient())
+        orchestrator.fleet.wait_served(2, patient())
     assert sampled.by == {("a", 1): 4, ("b", 1): 4}
 
 
@@ -91,10 +91,10 @@ def test_an_engine_for_evaluations_loads_what_is_evaluated_and_gets_no_group():
     with running(noting, engines=[mine], eval_engines=[own], max_steps=6) as orchestrator:
         for evaluated in (False, True, False, True):
             version = step(orchestrator).version + 1
-            orchestrator.wait_served(version, patient())
+            orchestrator.fleet.wait_served(version, patient())
             if evaluated:
                 orchestrator.evaluate(version, PROMPTS, 1, sampled, patient())
-            assert [slot.open for slot in orchestrator._slots] == [True, False]
+            assert [slot.open for slot in orchestrator.fleet.slots] == [True, False]
             assert orchestrator.snapshot()["engines_open"] == 1
             assert orchestrator.snapshot()["served_version"] == version
         train(orchestrator)

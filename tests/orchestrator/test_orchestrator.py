@@ -152,7 +152,7 @@ def test_mask_takes_stale_tokens_out_of_the_loss_and_allow_takes_everything():
                 by_hand.wait_started(group + 1)
             by_hand.finish(group)
             step(orchestrator)
-            orchestrator.wait_served(orchestrator.snapshot()["trained_version"], patient())
+            orchestrator.fleet.wait_served(orchestrator.snapshot()["trained_version"], patient())
         by_hand.finish(1)
         late = step(orchestrator).groups[0]
         assert (late.id, late.head, late.tail) == (1, 0, 3)
@@ -253,7 +253,7 @@ def break_the(part, orchestrator):
     elif part == "metrics":
         orchestrator._metrics.sample = bug
     elif part == "watcher":
-        orchestrator._watcher._next = bug
+        orchestrator.fleet._watcher._next = bug
     elif part == "ledger":
         orchestrator._ledger._commit = bug
 
@@ -266,7 +266,7 @@ def test_a_bug_in_any_thread_is_raised_while_the_trainer_waits(part, tmp_path):
 
     with running(rollout, resume=False, ledger=Ledger(tmp_path / "run.db"), max_steps=None) as orchestrator:
         break_the(part, orchestrator)
-        orchestrator.publish(0, FakeSource(0))
+        orchestrator.fleet.publish(0, FakeSource(0))
         orchestrator.resume()
         began_s = time.monotonic()
         with pytest.raises(AssertionError, match=f"a bug in the {part}"):
@@ -363,7 +363,7 @@ def test_close_is_bounded_and_names_what_would_not_stop(caplog):
         advantages=lambda r: r, ledger=NullLedger(),
     )  # fmt: skip
     orchestrator.start()
-    orchestrator.publish(0, FakeSource(0))
+    orchestrator.fleet.publish(0, FakeSource(0))
     orchestrator.resume()
     assert blocked.wait(10)
     began_s = time.monotonic()
@@ -381,7 +381,7 @@ def test_what_lands_after_the_end_is_ignored():
     with running(by_hand, batch_size=1, group_size=1, max_staleness=0) as orchestrator:
         by_hand.wait_started(1)
         orchestrator.close(5.0)
-        slot = orchestrator._slots[0]
+        slot = orchestrator.fleet.slots[0]
         flight = Flight(
             0, Prompt("toy/0/0", "toy", {}), 0, slot, 0, by_hand, (), {0: kept_group(0, 0).trajectories[0]}, 1
         )
@@ -496,7 +496,7 @@ def test_snapshot_metrics_and_waits():
 def test_events_tell_of_groups_and_loads():
     with running(at_once, max_steps=2, max_staleness=0) as orchestrator:
         train(orchestrator)
-        orchestrator.wait_served(2, patient())
+        orchestrator.fleet.wait_served(2, patient())
         eventually(lambda: len(orchestrator._events) == 7)
         events = orchestrator.events()
         assert [e.value for e in events if e.name == "policy_loaded"] == [0, 1, 2]
@@ -577,7 +577,7 @@ def test_recorded_batches_are_trained_again_before_anything_is_admitted(tmp_path
             assert [t.logprobs for t in batch.trajectories] == [t.logprobs for t in before.trajectories]
         assert "replay" in orchestrator.waits()["dispatcher"]  # trained again, but the engines serve version 2 still
         assert by_hand.started == []
-        orchestrator.publish(4, FakeSource(4))
+        orchestrator.fleet.publish(4, FakeSource(4))
         assert {t.group_id for t in by_hand.wait_started(4)} == {8, 9}
         for group in (8, 9):
             for sample in (0, 1):

@@ -16,7 +16,7 @@ def ids(batch):
 
 def end(orchestrator, batch):
     orchestrator.batch_trained(batch)
-    orchestrator.publish(batch.version + 1, FakeSource(batch.version + 1))
+    orchestrator.fleet.publish(batch.version + 1, FakeSource(batch.version + 1))
 
 
 def test_complete_groups_come_at_once_filtered_ones_never():

@@ -80,7 +80,7 @@ def test_a_version_rolls_through_the_engines_and_generation_never_stops():
         assert stamps.more(10) == {("a", 1)}
         assert orchestrator.snapshot()["served_version"] == 0  # the lowest of the open ones
         second.gate.set()
-        orchestrator.wait_served(1, patient())
+        orchestrator.fleet.wait_served(1, patient())
         assert orchestrator.snapshot()["served_version"] == 1
         assert stamps.more(20) <= {("a", 1), ("b", 1)}
 
@@ -97,7 +97,7 @@ def test_a_group_counts_as_old_as_the_oldest_open_engine_wherever_it_went():
         stamps.more(10)
         between = stamps.newest()
         second.gate.set()
-        orchestrator.wait_served(1, patient())
+        orchestrator.fleet.wait_served(1, patient())
         after = stamps.newest()
         stamps.more(10)
         groups = {group.id: group for _ in range(20) for group in step(orchestrator, publish=False).groups}

@@ -153,7 +153,8 @@ def run_dir(tmp_path):
     for group in range(4):
         for sample in range(2):
             insert(
-                "INSERT INTO trajectories VALUES (?, ?, 0, x'', x'', x'', '[]', '[0]', 1, 1, '{}', 'stop', '', 1, ?, ?)",
+                "INSERT INTO trajectories "
+                "VALUES (?, ?, 0, x'', x'', x'', '[]', '[0]', 1, 1, '{}', 'stop', '', 1, ?, ?)",
                 (group, sample, 100.0, 100.0 + group + sample),
             )
         insert("INSERT INTO endings VALUES (?, ?, '', 110.0)", (group, "filtered" if group == 3 else "trained"))

@@ -57,8 +57,8 @@ def test_a_stall_is_reported_and_fails_the_run(caplog):
             step(orchestrator)
             with pytest.raises(
                 StallError,
-                match=r"no rollout ended and no weights were loaded for [\d.]+ s \(stall_timeout_s=0\.5\); the last that "
-                r"happened: ",
+                match=r"no rollout ended and no weights were loaded for [\d.]+ s "
+                r"\(stall_timeout_s=0\.5\); the last that happened: ",
             ):
                 train(orchestrator)
     finally:
@@ -93,10 +93,10 @@ def test_each_kind_of_progress_counts():
             by_hand.fail(0, 0, attempt)
         for _ in range(4):  # loads
             time.sleep(0.25)
-            orchestrator.publish(0, FakeSource(0))
-            orchestrator._slots[0].loaded = False
+            orchestrator.fleet.publish(0, FakeSource(0))
+            orchestrator.fleet.slots[0].loaded = False
             orchestrator._room.wake_all()
-            orchestrator.wait_served(0, patient())
+            orchestrator.fleet.wait_served(0, patient())
         time.sleep(0.25)
         by_hand.finish(0, 0, 4)
         by_hand.finish(1)

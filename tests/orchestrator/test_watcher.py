@@ -22,11 +22,11 @@ def test_a_failed_load_names_engine_and_version_and_bumps_nothing(failing):
     with running(at_once, engines=engines) as orchestrator:
         step(orchestrator, publish=False)
         source = FakeSource(1)
-        orchestrator.publish(1, source)
+        orchestrator.fleet.publish(1, source)
         with pytest.raises(
             LoadError, match=f"engine vllm-{failing}: loading version 1 failed: no shared memory"
         ) as raised:
-            orchestrator.wait_served(1, patient())
+            orchestrator.fleet.wait_served(1, patient())
         assert isinstance(raised.value.__cause__, OSError)
         assert orchestrator.snapshot()["served_version"] == 0
         with pytest.raises(LoadError):
@@ -49,7 +49,7 @@ def test_a_load_that_hangs_is_an_error():
         with pytest.raises(
             LoadError, match=r"engine vllm-0: loading version 1 did not finish within load_timeout_s=0\.2"
         ):
-            orchestrator.wait_served(1, patient())
+            orchestrator.fleet.wait_served(1, patient())
         assert orchestrator.snapshot()["served_version"] == 0
 
 
@@ -67,7 +67,7 @@ def test_the_version_moves_only_after_the_load_returned():
         assert orchestrator.snapshot()["served_version"] == 0
         assert orchestrator.outcomes()["admitted"] == 2  # at S = 0 nothing is admitted on the old version
         allowed.set()
-        orchestrator.wait_served(1, patient())
+        orchestrator.fleet.wait_served(1, patient())
         assert engine.version == 1
         assert step(orchestrator).ages() == [0, 0]
 
@@ -85,12 +85,12 @@ def test_only_the_newest_is_loaded_and_every_source_is_released_once_read():
         for source in sources:
             batch = orchestrator.next_batch(patient())
             orchestrator.batch_trained(batch)
-            orchestrator.publish(source.version, source)
+            orchestrator.fleet.publish(source.version, source)
             if source.version == 1:
                 eventually(lambda: "loading version 1" in orchestrator.waits().get("watcher", ""))
         assert [s.released for s in sources] == [False, True, True, False]
         allowed.set()
-        orchestrator.wait_served(4, patient())
+        orchestrator.fleet.wait_served(4, patient())
         assert [s.released for s in sources] == [True, True, True, False]  # the newest is for an engine that comes back
         assert engines[0].loads == [0, 1, 4]
         assert engines[1].loads == [0, 4]  # version 1 was replaced before its turn
@@ -106,7 +106,7 @@ def test_what_is_published_after_the_end_is_released():
     with running(at_once) as orchestrator:
         orchestrator.close(5.0)
         source = FakeSource(9)
-        orchestrator.publish(9, source)
+        orchestrator.fleet.publish(9, source)
         assert source.released
 
 
@@ -141,7 +141,7 @@ def test_under_trajectory_sampling_the_engine_closes_drains_loads_and_reopens():
         assert orchestrator.snapshot()["served_version"] == 0
         by_hand.finish(1)
         by_hand.finish(2)
-        orchestrator.wait_served(1, patient())
+        orchestrator.fleet.wait_served(1, patient())
         assert {t.group_id for t in by_hand.wait_started(4)} == {0, 1, 2, 3}
 
 
@@ -161,9 +161,9 @@ def test_when_a_load_waits_for_the_rollouts(policy, versions_alive, drains):
             eventually(lambda: "to be free for a load" in orchestrator.waits().get("watcher", ""))
             assert engines[0].version == 0
         else:
-            orchestrator.wait_served(1, patient())
+            orchestrator.fleet.wait_served(1, patient())
         by_hand.finish(1)
-        orchestrator.wait_served(1, patient())
+        orchestrator.fleet.wait_served(1, patient())
 
 
 def test_with_replicas_one_engine_drains_while_the_other_takes_groups():
@@ -182,7 +182,7 @@ def test_with_replicas_one_engine_drains_while_the_other_takes_groups():
         assert engines[1].version == 0
         for group in (3, 5):
             by_hand.finish(group)
-        orchestrator.wait_served(1, patient())
+        orchestrator.fleet.wait_served(1, patient())
 
 
 # hold_loads
@@ -191,11 +191,11 @@ def test_with_replicas_one_engine_drains_while_the_other_takes_groups():
 def test_no_load_is_applied_while_loads_are_held():
     engine = FakeEngine()
     with running(at_once, engines=[engine]) as orchestrator:
-        with orchestrator.hold_loads():
+        with orchestrator.fleet.hold_loads():
             step(orchestrator)
             eventually(lambda: "to be free for a load" in orchestrator.waits().get("watcher", ""))
             assert engine.loads == [0]
-        orchestrator.wait_served(1, patient())
+        orchestrator.fleet.wait_served(1, patient())
 
 
 def test_holding_waits_for_the_load_that_is_going_on():
@@ -210,6 +210,6 @@ def test_holding_waits_for_the_load_that_is_going_on():
         step(orchestrator)
         eventually(lambda: "loading version 1" in orchestrator.waits().get("watcher", ""))
         threading.Timer(0.05, allowed.set).start()
-        with orchestrator.hold_loads():
+        with orchestrator.fleet.hold_loads():
             order.append("held")
         assert order == ["loaded 0", "loaded 1", "held"]
