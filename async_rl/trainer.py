@@ -13,18 +13,14 @@ from typing import Any, Literal
 
 import lightning.pytorch as pl
 from lightning.fabric.plugins.io.torch_io import TorchCheckpointIO
-from lightning.pytorch.loggers import TensorBoardLogger
 from typing_extensions import override
 
 from async_rl.callbacks.base import RLCallback
 from async_rl.callbacks.checkpoint import RunCheckpoint, checkpoints, latest_checkpoint
-from async_rl.callbacks.drain import DrainCallback
-from async_rl.callbacks.empty_batch_guard import EmptyBatchGuard
-from async_rl.callbacks.resume import ResumeVersionRecovery
-from async_rl.callbacks.run_loop import RunLoop
 from async_rl.checkpoint_io import DurableCheckpointIO
 from async_rl.datamodule import RolloutDataModule
-from async_rl.eval_failures import report_failures
+from async_rl.evaluation import evaluate
+from async_rl.lightning_arguments import lightning_arguments
 from async_rl.orchestrator.garbage import rare_collections
 from async_rl.policy import PolicyModule
 from async_rl.replay import ReplayDataModule, open_replay
@@ -114,12 +110,6 @@ class AsyncRLTrainer(pl.Trainer):
         logger: Any = None,
         **lightning_kwargs: Any,
     ) -> None:
-        for key in ("max_epochs", "num_sanity_val_steps", "val_check_interval", "check_val_every_n_epoch"):
-            if key in lightning_kwargs:
-                raise ValueError(
-                    f"AsyncRLTrainer: {key}={lightning_kwargs[key]!r} has no meaning here; "
-                    "use max_steps and eval_every, which count policy versions"
-                )
         check_arguments(resume, resume_allow, replay)
         self.staleness = StalenessSettings(
             max_staleness=max_staleness,
@@ -148,31 +138,19 @@ class AsyncRLTrainer(pl.Trainer):
         self._engine_start: Future[None] = Future()
         self._signals = StopSignals(lambda name: self.stop(f"received {name}", EXIT_INTERRUPTED))
 
-        callbacks = [callbacks] if isinstance(callbacks, pl.Callback) else list(callbacks or [])
-        for default in (DrainCallback, EmptyBatchGuard, ResumeVersionRecovery):
-            if not any(isinstance(c, default) for c in callbacks):
-                callbacks.append(default())
-        if lightning_kwargs.setdefault("enable_checkpointing", True) and not any(
-            isinstance(c, RunCheckpoint) for c in callbacks
-        ):
-            callbacks.append(
-                RunCheckpoint(self.run_dir / "checkpoints", checkpoint_every, keep_last, checkpoint_every_s)
-            )
-        lightning_kwargs.setdefault("devices", 1)
-        lightning_kwargs.setdefault("log_every_n_steps", 1)
-        lightning_kwargs.setdefault("enable_progress_bar", False)
-        lightning_kwargs.setdefault("enable_model_summary", False)
         super().__init__(
-            max_steps=max_steps,
-            max_epochs=-1,
-            num_sanity_val_steps=0,
-            val_check_interval=eval_every or None,
-            check_val_every_n_epoch=None,
-            limit_val_batches=0 if evaluate_at == "never" and not eval_every else None,
-            callbacks=[RunLoop(), *callbacks],
-            logger=TensorBoardLogger(self.run_dir, name="", version="tensorboard") if logger is None else logger,
-            default_root_dir=self.run_dir,
-            **lightning_kwargs,
+            **lightning_arguments(
+                lightning_kwargs,
+                max_steps=max_steps,
+                eval_every=eval_every,
+                evaluates=evaluate_at != "never" or eval_every > 0,
+                run_dir=self.run_dir,
+                callbacks=callbacks,
+                logger=logger,
+                make_checkpoint=lambda: RunCheckpoint(
+                    self.run_dir / "checkpoints", checkpoint_every, keep_last, checkpoint_every_s
+                ),
+            )
         )
         if type(self.strategy.checkpoint_io) is TorchCheckpointIO:
             self.strategy.checkpoint_io = DurableCheckpointIO()
@@ -359,28 +337,9 @@ class AsyncRLTrainer(pl.Trainer):
         return batch
 
     def run_evaluation(self) -> EvalBatch:
-        """Sample the evaluation prompts with the newest weights; where engines do both, no load is applied meanwhile.
-
-        Raises:
-            EvaluationError: no sample finished, and nothing has been trained yet that this would lose.
-        """
+        """Evaluate the newest weights (see :func:`async_rl.evaluation.evaluate`)."""
         self.publish()
-        session, data = self.session, self.datamodule  # type: ignore[attr-defined]
-        version, poll = session.published_version, self._poll_or_stop
-        began_s = time.monotonic()
-
-        def ready() -> None:
-            if self.parity_check and session.eval_engines and len(self.evaluations) < 2:
-                session.check_parity(session.eval_engines, self.lightning_module, str(self.precision), version, poll)
-            nonlocal began_s
-            began_s = time.monotonic()
-
-        results = session.orchestrator.evaluate(
-            version, session.eval_prompts, data.eval_samples, session.eval_rollout, poll, ready
-        )
-        batch = EvalBatch(version, tuple(results), time.monotonic() - began_s, data.eval_pass_threshold)
-        report_failures(batch, may_raise=version == 0)
-        return batch
+        return evaluate(self, self._poll_or_stop)
 
     def evaluate_now(self) -> None:
         """Run Lightning's validation loop outside its schedule (before the first step, after the last)."""

@@ -189,7 +189,8 @@ def test_an_engine_that_does_not_start_ends_the_run(tiny_model_dir, tmp_path):
     ("bad", "message"),
     [
         ({"stale_policy": "allow"}, "acknowledge_staleness"),
-        ({"max_epochs": 3}, "max_epochs"),
+        ({"max_epochs": 3}, "max_epochs=3 has no meaning here; use max_steps"),
+        ({"limit_val_batches": 2}, "limit_val_batches=2 has no meaning here; use evaluate_at"),
         ({"devices": 2}, "devices"),
     ],
 )

@@ -1,0 +1,81 @@
+"""What AsyncRLTrainer makes of Lightning's arguments: which are refused, what is added, what else is the default."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+from lightning.pytorch.loggers import TensorBoardLogger
+
+from async_rl.callbacks.checkpoint import RunCheckpoint
+from async_rl.callbacks.drain import DrainCallback
+from async_rl.callbacks.empty_batch_guard import EmptyBatchGuard
+from async_rl.callbacks.resume import ResumeVersionRecovery
+from async_rl.callbacks.run_loop import RunLoop
+
+_VERSIONS = "max_steps and eval_every, which count policy versions"
+_OURS = {
+    "max_epochs": _VERSIONS,
+    "num_sanity_val_steps": _VERSIONS,
+    "val_check_interval": _VERSIONS,
+    "check_val_every_n_epoch": _VERSIONS,
+    "limit_val_batches": "evaluate_at, and eval_limit of RolloutDataModule",
+    "default_root_dir": "run_dir",
+}
+"""Lightning's arguments that are refused, and what is used instead."""
+
+
+def lightning_arguments(
+    given: dict[str, Any],
+    *,
+    max_steps: int,
+    eval_every: int,
+    evaluates: bool,
+    run_dir: Path,
+    callbacks: Sequence[pl.Callback] | pl.Callback | None,
+    logger: Any,
+    make_checkpoint: Callable[[], RunCheckpoint],
+) -> dict[str, Any]:
+    """The arguments of ``lightning.Trainer``.
+
+    Args:
+        given: Those the user gave beyond ours.
+        max_steps: Optimizer steps to train.
+        eval_every: Steps between evaluations; 0: none by steps.
+        evaluates: Whether anything is ever evaluated.
+        run_dir: Where logs go.
+        callbacks: The user's.
+        logger: The user's; ``None``: TensorBoard.
+        make_checkpoint: Makes the callback that saves checkpoints, where the user gave none and wants some.
+
+    Raises:
+        ValueError: One was given that another of ours takes the place of; names both.
+    """
+    for key, use in _OURS.items():
+        if key in given:
+            raise ValueError(f"AsyncRLTrainer: {key}={given[key]!r} has no meaning here; use {use}")
+    callbacks = [callbacks] if isinstance(callbacks, pl.Callback) else list(callbacks or [])
+    for default in (DrainCallback, EmptyBatchGuard, ResumeVersionRecovery):
+        if not any(isinstance(c, default) for c in callbacks):
+            callbacks.append(default())
+    if given.get("enable_checkpointing", True) and not any(isinstance(c, RunCheckpoint) for c in callbacks):
+        callbacks.append(make_checkpoint())
+    return {
+        "enable_checkpointing": True,
+        "devices": 1,
+        "log_every_n_steps": 1,
+        "enable_progress_bar": False,
+        "enable_model_summary": False,
+        **given,
+        "max_steps": max_steps,
+        "max_epochs": -1,
+        "num_sanity_val_steps": 0,
+        "val_check_interval": eval_every or None,
+        "check_val_every_n_epoch": None,
+        "limit_val_batches": None if evaluates else 0,
+        "callbacks": [RunLoop(), *callbacks],
+        "logger": TensorBoardLogger(run_dir, name="", version="tensorboard") if logger is None else logger,
+        "default_root_dir": run_dir,
+    }
