@@ -307,9 +307,10 @@ class Books:
         return self._trained.value
 
     @property
-    def running_groups(self) -> int:
-        """Groups in the air."""
-        return len(self._running)
+    def groups_in_flight(self) -> int:
+        """Groups in the air, those whose engine died included; not those that a resumed run has yet to launch."""
+        with self._room.lock:
+            return len(self._running) - len(self._to_relaunch)
 
     def gauges(self) -> dict[str, float]:
         """Numbers to look at: groups and trajectories by state, versions, ages."""

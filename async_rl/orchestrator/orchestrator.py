@@ -193,7 +193,7 @@ class Orchestrator:
             :meth:`close`, to be run again.
         """
         self.stop_admission()
-        self._main.wait("groups in flight", lambda: self._books.running_groups == 0, poll, timeout_s=timeout_s)
+        self._main.wait("groups in flight", lambda: self._books.groups_in_flight == 0, poll, timeout_s=timeout_s)
         with self._room.lock:
             saved = self._books.end_kept(Outcome.SAVED)
             self._ledger.end([(group_id, Outcome.SAVED, "finished") for group_id in saved])

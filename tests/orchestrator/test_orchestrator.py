@@ -28,7 +28,7 @@ from loop_kit import (
 from async_rl.orchestrator.ledger import Ledger
 from async_rl.orchestrator.ledger_null import NullLedger
 from async_rl.orchestrator.orchestrator import Orchestrator
-from async_rl.orchestrator.records import Flight, Landing, Recovery
+from async_rl.orchestrator.records import Flight, Landing, RecordedBatch, Recovery
 from async_rl.types import Group, Prompt, Segment, Trajectory
 
 OUTCOMES = ("trained", "filtered", "failed", "dropped", "saved")
@@ -600,6 +600,23 @@ def test_a_running_group_is_run_again_without_its_finished_samples():
         batch = step(orchestrator)
         assert [t.head for t in batch.trajectories] == [7, 6]
         assert batch.ages() == [1]
+
+
+def test_a_run_stopped_before_it_went_on_does_not_wait_for_what_is_not_in_the_air():
+    """A drain of a run that was resumed, and stopped again while it trains recorded batches."""
+    landed = {1: kept_group(2, 6, samples=2).trajectories[1]}
+    recovery = Recovery(
+        version=7,
+        next_group_id=3,
+        batches=tuple(RecordedBatch([i], lambda i=i: (kept_group(i, 7, samples=2),)) for i in (0, 1)),
+        unfinished=((2, landed),),
+    )
+    settings = {"batch_size": 1, "group_size": 2, "max_staleness": 2, "max_steps": 20}
+    with running(ByHand(), start_version=7, recovered=recovery, **settings) as orchestrator:
+        step(orchestrator)
+        began_s = time.monotonic()
+        assert orchestrator.drain(30.0, patient()) == 0
+        assert time.monotonic() - began_s < 5
 
 
 def test_a_group_whose_samples_all_finished_before_the_kill_is_kept_at_once():
