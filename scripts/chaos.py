@@ -35,7 +35,7 @@ def campaign(engine: str, seed: int, faults: int, directory: Path) -> Tally:
 
     Args:
         engine: ``"scripted"`` or ``"vllm"``.
-        seed: Decides when and how the runs are hit, and is the seed of the runs.
+        seed: Decides when and how the runs are hit, and what is sampled.
         faults: How many faults.
         directory: Where the runs go.
     """
@@ -53,7 +53,7 @@ def campaign(engine: str, seed: int, faults: int, directory: Path) -> Tally:
             "model": str(model),
             "max_steps": STEPS[engine],
             "max_staleness": staleness,
-            "seed": seed,
+            "seed": seed + staleness,
         }
         reference = Run(f"s{staleness}-undisturbed", base, directory, Tally())
         Disturber(disturber_rng, Tally()).finish(reference, faults=0)

@@ -22,7 +22,7 @@ SILENCE_S = {"scripted": 60.0, "vllm": 240.0}
 """Longest a living run may say nothing."""
 EXIT_S = 60.0
 """Longest wait for the end of a life that was hit (the promise is 30)."""
-GONE_S = 10.0
+GONE_S = 30.0
 """How long the processes that a life started may outlive it."""
 
 

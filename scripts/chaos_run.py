@@ -95,10 +95,10 @@ class FaultyArithmetic(Arithmetic):
         if drawn < 0.05:
             self._report("environment", "environment raises")
             raise OSError("the sandbox of this sample went away")
-        if drawn < 0.07:
+        if drawn < 0.09:
             self._report("environment", "environment hangs")
             time.sleep(3600)
-        if drawn < 0.12:
+        if drawn < 0.14:
             self._report("environment", "environment returns NaN")
             return float("nan")
         return share(completion, "reward")
