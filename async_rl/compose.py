@@ -28,6 +28,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from async_rl.config import ConfigError, Problem, RunConfig, keys_help, known_keys
 from async_rl.config_check import nearest, parse
+from async_rl.console import first_line
 from async_rl.earlier_config import Continued, continued
 from async_rl.engines.vllm_server_address import without_secret
 from async_rl.targets import check_targets
@@ -119,7 +120,7 @@ def check(config: DictConfig, overrides: Iterable[str], choices: Mapping[str, An
     try:
         plain = OmegaConf.to_container(config, resolve=True, throw_on_missing=True)
     except OmegaConfBaseException as error:
-        raise ConfigError([Problem(str(getattr(error, "full_key", "") or ""), _first_line(error))]) from error
+        raise ConfigError([Problem(str(getattr(error, "full_key", "") or ""), first_line(error))]) from error
     try:
         parsed = parse(plain)  # type: ignore[arg-type]
         check_targets(parsed)
@@ -186,7 +187,7 @@ def explain(error: Exception, overrides: Iterable[str]) -> str:
     """An error of Hydra's composition as one message with the nearest valid name."""
     message = str(error).strip()
     if isinstance(error, OverrideParseException):
-        return f"{error.override}: {_first_line(error)}; quote it for the shell, or see Hydra's override grammar"
+        return f"{error.override}: {first_line(error)}; quote it for the shell, or see Hydra's override grammar"
     if isinstance(error, MissingConfigException) and error.missing_cfg_file and error.options:
         group, _, option = error.missing_cfg_file.rpartition("/")
         return _unknown_option(group.lstrip("/"), option, error.options)
@@ -202,7 +203,7 @@ def explain(error: Exception, overrides: Iterable[str]) -> str:
     if found := re.search(r"Could not override '?([\w/]+)'?\.\s*No match in the defaults list", message):
         return f"there is no config group {found[1]}{_did_you_mean(found[1])}"
     cause = error.__cause__
-    return f"{message}\n{_first_line(cause)}" if isinstance(cause, OmegaConfBaseException) else message
+    return f"{message}\n{first_line(cause)}" if isinstance(cause, OmegaConfBaseException) else message
 
 
 class SweepCheck(Callback):
@@ -313,10 +314,6 @@ def _load(file: Path) -> DictConfig:
 
 def _shown(file: Path) -> str:
     return str(file.relative_to(REPOSITORY)) if file.is_relative_to(REPOSITORY) else str(file)
-
-
-def _first_line(error: BaseException | None) -> str:
-    return (str(error).strip().splitlines() or [type(error).__name__])[0]
 
 
 def _by_hardware(cpu: Any, gpu: Any, *, _root_: DictConfig) -> Any:

@@ -38,6 +38,11 @@ def messages(file: Path) -> Iterator[None]:
             handler.close()
 
 
+def first_line(error: BaseException | None) -> str:
+    """The first line of an error's message, or its type where it has none."""
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]
+
+
 class _Console(logging.StreamHandler):  # type: ignore[type-arg]
     """Writes to what ``sys.stderr`` is at the moment: the live progress line replaces it while it is shown."""
 

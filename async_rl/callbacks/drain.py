@@ -30,7 +30,7 @@ class DrainCallback(RLCallback):
 
     @override
     def on_train_end(self, trainer: AsyncRLTrainer, pl_module: LightningModule) -> None:  # type: ignore[override]
-        trainer.call_rl_hook("on_drain_start")
         trainer.orchestrator.stop_admission()
+        trainer.call_rl_hook("on_drain_start")
         saved = trainer.orchestrator.drain(min(self.timeout_s, trainer.shutdown.remaining_s / 2), trainer.poll)
         trainer.call_rl_hook("on_drain_end", saved)

@@ -37,6 +37,9 @@ class BatchSource:
         settings: Bound, policy, horizon, and what becomes of a short last batch.
         advantages: Rewards nested by group to advantages nested the same way.
         replay: Recorded batches to train again.
+
+    Attributes:
+        waiting_for: What the next batch waits for, for people; ``""`` when it can go.
     """
 
     def __init__(

@@ -87,7 +87,7 @@ class Mixture:
 
 
 class PromptStream:
-    """Every prompt of every environment, exactly ``epochs`` times, in an order fixed by the seed.
+    """Every prompt of every environment, exactly ``epochs`` times or as a mixture asks, in an order fixed by the seed.
 
     The position is the group's admission number, so a resumed run continues where the record of its groups ends and
     needs no other cursor. Nothing is kept but the order of the current epoch; any position may be asked for again.
@@ -97,9 +97,11 @@ class PromptStream:
         epochs: Passes over the rows, ``>= 1``; ``None``: as many as are asked for.
         shuffle: Reorder the rows of all environments together, anew in every epoch; else they come as they are.
         seed: The run's seed.
+        mixture: The weight of each environment, by name; its rows are then gone through as often as the weight asks.
+            ``None``: all rows alike. Not with ``epochs``.
 
     Raises:
-        ValueError: If there is no row (a ``SettingError``), or ``epochs`` is below 1.
+        ValueError: If there is no row (a ``SettingError``), ``epochs`` is below 1, or the mixture does not fit.
 
     Example:
         >>> stream = PromptStream({"sums": [{"a": 1}, {"a": 2}]}, epochs=1, shuffle=False, seed=0)

@@ -39,6 +39,9 @@ class EngineRestarts:
         max_restarts: Restarts of one run, all engines together, ``>= 0``.
         abandon: Has everything that was launched on an engine before given up.
         supervisor: Runs the restarts, says when to stop, takes the failure.
+
+    Attributes:
+        count: Restarts so far.
     """
 
     def __init__(
