@@ -18,6 +18,7 @@ import os
 import random
 import sys
 import tempfile
+from multiprocessing import forkserver
 from pathlib import Path
 from typing import Any
 
@@ -166,6 +167,8 @@ def main() -> int:
     # For the fork server, which loads the libraries once for all lives.
     os.environ["PYTHONPATH"] = os.pathsep.join([str(Path(__file__).parent), *sys.path[1:]])
     mp.get_context("forkserver").set_forkserver_preload(["chaos_run"])
+    if args.engine == "scripted":
+        forkserver.ensure_running()  # it loads while we do
     with tempfile.TemporaryDirectory(prefix="chaos-") as temporary:
         directory = args.keep or Path(temporary)
         directory.mkdir(parents=True, exist_ok=args.keep is None)
