@@ -1,6 +1,7 @@
 """docs/environments.md: every snippet runs as written, every command and config composes."""
 
 import asyncio
+import json
 import re
 import shlex
 from pathlib import Path
@@ -14,6 +15,7 @@ from async_rl.engines.base import SamplingParams
 from async_rl.engines.scripted import ScriptedEngine
 from async_rl.environments import ToolEnvironment, make_rollout
 from async_rl.environments.base import by_name
+from async_rl.jsonl_logger import JsonlLogger
 from async_rl.types import Prompt, RolloutTask
 
 PAGE = (Path(__file__).resolve().parent.parent / "docs/environments.md").read_text()
@@ -102,13 +104,21 @@ def test_a_run_logs_the_parts_of_each_environment_in_training_and_evaluation(nam
         mixture={"words": 1, "spelling": 3},
     )
     trainer = async_rl.AsyncRLTrainer(
-        max_steps=2, run_dir=tmp_path, callbacks=[Seen()], parity_check=False, logger=False, accelerator="cpu"
+        max_steps=2,
+        run_dir=tmp_path,
+        callbacks=[Seen()],
+        parity_check=False,
+        logger=JsonlLogger(tmp_path / "metrics.jsonl"),
+        accelerator="cpu",
     )
     trainer.fit(async_rl.PolicyModule(tiny_model_dir), datamodule=data)
     for name in ("reward/words", "reward/words/right", "reward/words/short", "reward/spelling"):
         assert name in told
         assert f"eval/{name}" in told
-    assert float(told["groups_trained/words"]) + float(told["groups_trained/spelling"]) == 4
+    # A step may have groups of one environment only.
+    lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    trained = [sum(n for key, n in line.items() if key.startswith("groups_trained/")) for line in lines]
+    assert [n for n in trained if n] == [4, 4]
     assert {"length/trained", "latency/admitted_s"} <= set(told)
 
 
