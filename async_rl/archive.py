@@ -19,7 +19,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from async_rl.durable import durable_file
+from async_rl.durable import PARTIAL, durable_file
 from async_rl.orchestrator.records import ArchivedGroup
 from async_rl.types import Group, Prompt, RunError, Segment, Trajectory
 
@@ -86,6 +86,11 @@ class BatchArchive:
             batch_id: Its number in ``run.db``; not its version, for a batch may make no update.
         """
         return self.directory / f"batch-{batch_id:06d}.parquet"
+
+    def remove_partial(self) -> None:
+        """Remove what a killed process did not finish; for the one process that writes here, before it does."""
+        for partial in self.directory.glob(f"batch-*.parquet{PARTIAL}"):
+            partial.unlink(missing_ok=True)
 
     def write(self, batch_id: int, groups: Sequence[ArchivedGroup]) -> None:
         """Write the file of a batch anew; on the disk, whole, when it returns.

@@ -254,7 +254,9 @@ def open_session(trainer: AsyncRLTrainer, policy: PolicyModule, data: RolloutDat
             template_rewrite=data.template_rewrite,
         )
 
-    ledger = Ledger(trainer.run_dir / DATABASE, BatchArchive(trainer.run_dir / BATCHES))
+    archive = BatchArchive(trainer.run_dir / BATCHES)
+    archive.remove_partial()
+    ledger = Ledger(trainer.run_dir / DATABASE, archive)
     settings = orchestrator_settings(trainer, policy, data)
     orchestrator = Orchestrator(
         settings,

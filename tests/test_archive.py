@@ -110,3 +110,10 @@ def test_where_nothing_can_be_written_the_error_names_the_file(tmp_path):
     (tmp_path / "batches").write_text("a file where the directory should be")
     with pytest.raises(ArchiveError, match=r"can't write .*batch-000001\.parquet: .*kept in run\.db"):
         BatchArchive(tmp_path / "batches").write(1, [archived(0)])
+
+
+def test_what_a_killed_process_did_not_finish_is_removed(tmp_path):
+    (tmp_path / "batch-000012.parquet.partial").write_bytes(b"half")
+    (tmp_path / "batch-000011.parquet").write_bytes(b"whole")
+    BatchArchive(tmp_path).remove_partial()
+    assert [path.name for path in tmp_path.iterdir()] == ["batch-000011.parquet"]
