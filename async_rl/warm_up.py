@@ -33,7 +33,8 @@ class WarmUp:
 
     A small model makes no tool call by itself, and what never happens can't be reinforced. A few hundred demonstrated
     conversations teach it the form; how to do well is left to RL. An environment demonstrates by a method
-    ``demonstrate(prompt, messages) -> str`` (:class:`~async_rl.environments.calculator.Calculator` has one).
+    ``demonstrate(prompt, messages)`` that returns a turn's text or a ``ToolCall``
+    (:class:`~async_rl.environments.calculator.Calculator` has one).
 
     The warmed-up model is kept beside the converted models (``$ASYNC_RL_CACHE``) and used again when model, traces and
     settings are the same.

@@ -15,6 +15,7 @@ from async_rl.engines.base import SamplingParams
 from async_rl.engines.scripted import ScriptedEngine
 from async_rl.environments import ToolEnvironment, make_rollout
 from async_rl.environments.base import by_name
+from async_rl.environments.demonstrations import demonstrate
 from async_rl.jsonl_logger import JsonlLogger
 from async_rl.types import Prompt, RolloutTask
 
@@ -69,6 +70,13 @@ def test_tools(names, tokenizer):
     assert (trajectory.turns, trajectory.reward, trajectory.reward_parts["tool_calls"]) == (2, 1.0, 1)
     wrong = attempt(tokenizer, cities, call.replace("Lyon", "Rome"), "none")
     assert (wrong.reward, wrong.reward_parts["tool_errors"]) == (0.0, 1)
+
+
+def test_a_demonstration(names, tokenizer):
+    (trace,) = demonstrate({"cities": names["DemonstratedCities"]()}, tokenizer, 1)
+    learned = [t for t, mask in zip(trace.token_ids, trace.loss_mask, strict=True) if mask]
+    call = '<tool_call>{"name": "population", "arguments": {"city": "Lyon"}}</tool_call>'
+    assert tokenizer.decode(learned, skip_special_tokens=True) == f"{call}522000"
 
 
 def test_own_loops(names, tokenizer):

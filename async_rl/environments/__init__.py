@@ -21,6 +21,7 @@ from async_rl.environments.reasoning_gym import ReasoningGym
 from async_rl.environments.rollout import make_rollout
 from async_rl.environments.rubric import Rubric
 from async_rl.environments.template import PLAIN_TEMPLATE, ChatTemplate, TemplateError, TemplateRewriteError
+from async_rl.environments.tool_calls import ToolCall
 from async_rl.environments.tools import ToolEnvironment
 
 __all__ = [
@@ -48,6 +49,7 @@ __all__ = [
     "Task",
     "TemplateError",
     "TemplateRewriteError",
+    "ToolCall",
     "ToolEnvironment",
     "ToolError",
     "make_rollout",

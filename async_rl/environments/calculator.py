@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import math
 import random
 from collections.abc import Callable, Mapping, Sequence
@@ -13,6 +12,7 @@ from typing_extensions import override
 
 from async_rl.environments.expression import evaluate, show
 from async_rl.environments.numbers import last_number
+from async_rl.environments.tool_calls import ToolCall
 from async_rl.environments.tools import ToolEnvironment
 
 if TYPE_CHECKING:
@@ -96,7 +96,7 @@ class Calculator(ToolEnvironment):
     def reward(self, prompt: Mapping[str, Any], completion: str, chat: Chat) -> float:
         return float(last_number(completion) == int(prompt["answer"]))
 
-    def demonstrate(self, prompt: Mapping[str, Any], messages: Sequence[Mapping[str, Any]]) -> str:
+    def demonstrate(self, prompt: Mapping[str, Any], messages: Sequence[Mapping[str, Any]]) -> str | ToolCall:
         """What a good model would write next (see :func:`~async_rl.warm_up.warm_up`).
 
         Args:
@@ -106,8 +106,7 @@ class Calculator(ToolEnvironment):
         last = messages[-1]
         if last["role"] == "tool":
             return str(last["content"])
-        call = {"name": "calculate", "arguments": {"expression": prompt["expression"]}}
-        return f"<tool_call>{json.dumps(call)}</tool_call>"
+        return ToolCall("calculate", {"expression": prompt["expression"]})
 
 
 def _problems(rng: random.Random, count: int) -> list[dict[str, str]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import random
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -13,15 +14,18 @@ from async_rl.environments.base import Environment, shorten
 from async_rl.environments.chat import Chat
 from async_rl.environments.rollout import attempt, to_reward
 from async_rl.environments.template import ChatTemplate
+from async_rl.environments.tool_calls import ToolCall
 from async_rl.types import Segment
+
+log = logging.getLogger(__name__)
 
 
 @runtime_checkable
 class Demonstrator(Protocol):
     """What an environment has that can show what a good model would write."""
 
-    def demonstrate(self, prompt: Mapping[str, Any], messages: Sequence[Mapping[str, Any]]) -> str:
-        """The model's next turn, as text.
+    def demonstrate(self, prompt: Mapping[str, Any], messages: Sequence[Mapping[str, Any]]) -> str | ToolCall:
+        """The model's next turn: its text, or a tool call, which is written in the model's own format.
 
         Args:
             prompt: The task.
@@ -83,14 +87,18 @@ def demonstrate(
 async def _trace(
     environment: Any, prompt: Mapping[str, Any], template: ChatTemplate, tokenizer: Any, sampling: SamplingParams
 ) -> Trace:
-    engine = _DemonstratingEngine(environment, prompt, tokenizer)
+    engine = _DemonstratingEngine(environment, prompt, tokenizer, template)
     chat = engine.chat = Chat(engine, template, sampling, seed=0)  # type: ignore[arg-type]
     reward = to_reward(await attempt(environment, prompt, chat), prompt, chat.completion)
     if not reward.value > 0:
         raise ValueError(
             f"{type(environment).__name__}.demonstrate gets a reward of {reward.value:g}, so the model would learn "
-            f"something wrong; does it write tool calls as the chat template does? Prompt: {shorten(prompt)}. "
+            f"something wrong; does it return tool calls as ToolCall(name, arguments)? Prompt: {shorten(prompt)}. "
             f"Conversation: {shorten(chat.messages)}"
+        )
+    if failed := [f"{n:g} {name}" for name in ("tool_errors", "tool_timeouts") if (n := reward.parts.get(name, 0))]:
+        log.warning(
+            "a demonstration has %s, which the model will learn from: %s", *(" and ".join(failed), shorten(prompt))
         )
     if len(chat.starts) > 1:
         raise ValueError("the chat template rewrites earlier turns, which a demonstration cannot follow")
@@ -102,14 +110,18 @@ class _DemonstratingEngine:
 
     name = "demonstration"
 
-    def __init__(self, environment: Demonstrator, prompt: Mapping[str, Any], tokenizer: Any) -> None:
+    def __init__(
+        self, environment: Demonstrator, prompt: Mapping[str, Any], tokenizer: Any, template: ChatTemplate
+    ) -> None:
         self._environment = environment
         self._prompt = prompt
         self._tokenizer = tokenizer
+        self._template = template
         self.chat: Chat
 
     async def generate(self, request: GenerationRequest) -> Generation:
-        text = self._environment.demonstrate(self._prompt, self.chat.messages)
+        turn = self._environment.demonstrate(self._prompt, self.chat.messages)
+        text = self._template.write(turn) if isinstance(turn, ToolCall) else turn
         token_ids = [*self._tokenizer.encode(text, add_special_tokens=False), self._tokenizer.eos_token_id]
         if len(token_ids) > request.sampling.max_tokens:
             raise ValueError(

@@ -176,6 +176,14 @@ class ChatTemplate:
         message = {"role": "assistant", "content": "", **message}
         return Turn(message, raw, tuple(message_calls(message)) if tools else ())
 
+    def write(self, call: ToolCall) -> str:
+        """A turn that is nothing but this call, in the model's own format.
+
+        Raises:
+            TemplateError: the template's tool-call format is not known.
+        """
+        return self._tool_format.write(call)
+
     @functools.cached_property
     def _tool_format(self) -> ToolFormat:
         try:

@@ -39,6 +39,11 @@ def hermes_calls(text: str) -> list[ToolCall | MalformedCall]:
     return [_read(part.split(_CLOSE)[0]) for part in _said(text).split(_OPEN)[1:]]
 
 
+def hermes_text(call: ToolCall) -> str:
+    """A call as :func:`hermes_calls` reads it."""
+    return _OPEN + json.dumps({"name": call.name, "arguments": dict(call.arguments)}, ensure_ascii=False) + _CLOSE
+
+
 def json_calls(text: str) -> list[ToolCall | MalformedCall]:
     """Calls as a turn that is nothing but ``{"name": ..., "parameters": {...}}`` (Llama 3), several split by ``;``.
 

@@ -5,9 +5,10 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
-from async_rl.environments.tool_calls import CallParser, ToolCall, hermes_calls, json_calls
+from async_rl.environments.tool_calls import CallParser, ToolCall, hermes_calls, hermes_text, json_calls
 
 Message = Mapping[str, Any]
 Render = Callable[[Sequence[Message], Sequence[Message]], str]
@@ -38,11 +39,6 @@ _TOOL: Message = {
     },
 }
 _CALL = ToolCall(_NAME, {"zone": "here"})
-_CALLING: Message = {
-    "role": "assistant",
-    "content": "",
-    "tool_calls": [{"type": "function", "function": {"name": _CALL.name, "arguments": dict(_CALL.arguments)}}],
-}
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,12 +50,14 @@ class ToolFormat:
         has_system: It renders system messages; otherwise the tools go before the first user message.
         has_results: It renders messages of the role ``tool``; otherwise results become a user message.
         parse: Reads the calls of a turn.
+        write: A turn that is nothing but this call.
     """
 
     native: bool
     has_system: bool
     has_results: bool
     parse: CallParser
+    write: Callable[[ToolCall], str]
 
     @staticmethod
     def of(render: Render, reads_responses: bool = False) -> ToolFormat:
@@ -79,6 +77,7 @@ class ToolFormat:
             has_system=_MARK in _try(render, [{"role": "system", "content": _MARK}, _USER]),
             has_results=_MARK in _try(render, [_USER, {"role": "assistant", "content": "ok"}, result]),
             parse=_parser_of(render) if native and not reads_responses else hermes_calls,
+            write=partial(_written, render) if native else hermes_text,
         )
 
     def fit(self, messages: Sequence[Message], tools: Sequence[Message]) -> tuple[Sequence[Message], Sequence[Message]]:
@@ -99,12 +98,23 @@ def _try(render: Render, messages: Sequence[Message], tools: Sequence[Message] =
         return ""
 
 
-def _parser_of(render: Render) -> CallParser:
-    """The parser that reads a call as the template itself writes it."""
-    opened, called = (_try(render, messages, [_TOOL]) for messages in ([_USER], [_USER, _CALLING]))
+def _written(render: Render, call: ToolCall) -> str:
+    """A turn that is nothing but this call, as a template that takes tools writes it."""
+    function = {"name": call.name, "arguments": dict(call.arguments)}
+    calling: Message = {
+        "role": "assistant",
+        "content": "",
+        "tool_calls": [{"type": "function", "function": function}],
+    }
+    opened, called = (_try(render, messages, [_TOOL]) for messages in ([_USER], [_USER, calling]))
     closing = _try(render, [_USER, _SAID], [_TOOL]).rpartition(_MARK)[2]
     same = next((i for i, (a, b) in enumerate(zip(opened, called, strict=False)) if a != b), len(opened))
-    written = called[same:].removesuffix(closing)
+    return called[same:].removesuffix(closing)
+
+
+def _parser_of(render: Render) -> CallParser:
+    """The parser that reads a call as the template itself writes it."""
+    written = _written(render, _CALL)
     for parse in (hermes_calls, json_calls):
         if parse(written) == [_CALL]:
             return parse

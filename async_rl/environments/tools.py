@@ -41,7 +41,7 @@ class ToolEnvironment(Environment):
         def multiply(a: int, b: int) -> int:
             '''Multiplies two numbers.
 
-    Args:
+            Args:
                 a: One number.
                 b: The other.
             '''
@@ -61,7 +61,7 @@ class ToolEnvironment(Environment):
 
             def reward(self, prompt, completion, chat):
                 return float(str(prompt["a"] * prompt["b"]) in completion)
-    """
+    """  # noqa: D214
 
     tool_timeout_s: float = 30.0
 

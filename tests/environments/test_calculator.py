@@ -11,7 +11,7 @@ import pytest
 
 from async_rl.engines.base import SamplingParams
 from async_rl.engines.scripted import ScriptedEngine
-from async_rl.environments import Calculator, ChatTemplate, Environment, Task, make_rollout
+from async_rl.environments import Calculator, Environment, Task, ToolCall, make_rollout
 from async_rl.environments.demonstrations import Trace, demonstrate
 from async_rl.environments.tool import CallOutcome, Tool
 from async_rl.types import Prompt, RolloutTask, Trajectory
@@ -143,4 +143,15 @@ def test_a_demonstration_without_reward_is_refused(tokenizer: Any) -> None:
         demonstrate({"wrong": Wrong()}, tokenizer, 1)
     with pytest.raises(ValueError, match=r"a demonstrated turn has \d+ tokens, the longest may have 4"):
         demonstrate({"c": Calculator()}, tokenizer, 1, max_tokens=4)
-    assert ChatTemplate(tokenizer)
+
+
+def test_a_demonstrated_call_that_fails_is_pointed_out(tokenizer: Any, caplog: pytest.LogCaptureFixture) -> None:
+    class Clumsy(Calculator):
+        def demonstrate(self, prompt: Any, messages: Any) -> str | ToolCall:
+            return ToolCall("calculator", {}) if len(messages) == 1 else str(prompt["answer"])
+
+    demonstrate({"clumsy": Clumsy()}, tokenizer, 1)
+    assert "a demonstration has 1 tool_errors, which the model will learn from" in caplog.text
+    caplog.clear()
+    demonstrate({"calculator": Calculator()}, tokenizer, 1)
+    assert not caplog.text

@@ -12,6 +12,7 @@ from template_families import FAMILIES, LLAMA3, QWEN2_5
 from transformers.utils import get_json_schema
 
 from async_rl.environments import ChatTemplate, TemplateError
+from async_rl.environments.template import end_of
 from async_rl.environments.tool_calls import MalformedCall, ToolCall, hermes_calls, json_calls
 
 
@@ -61,6 +62,19 @@ def test_every_family_is_told_about_the_tools_and_its_calls_are_read(name: str, 
     assert read(template, "It is 7." + family.end) == ()
     assert read(template, call + family.end, tools=()) == (), "no tools offered, no calls"
     assert "signatures" not in template.render(ASK)
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_a_call_written_for_a_family_is_read_back(name: str) -> None:
+    call = ToolCall("add", {"a": 3, "b": [1, "zwölf </tool> 'x'"]})
+    template = ChatTemplate(FAMILIES[name].tokenizer())
+    text = template.write(call)
+    assert read(template, text + FAMILIES[name].end) == (call,)
+    assert ("<tool_call>" in text) == (name != "llama3")
+    prompt, calling = template.render(ASK, TOOLS), {"role": "assistant", "content": text}
+    whole = template.render([*ASK, calling], TOOLS)
+    assert whole.startswith(prompt)
+    assert end_of(text, whole[len(prompt) :]) is not None, "a turn as the template would render it"
 
 
 @pytest.mark.parametrize("name", FAMILIES)
@@ -121,6 +135,10 @@ def test_the_tokenizers_own_response_parser_reads_calls() -> None:
     assert read(template, "It is 7.<|im_end|>") == ()
     (bad,) = read(template, "[CALL {oops LLAC]<|im_end|>")
     assert isinstance(bad, MalformedCall)
+
+
+def test_a_call_is_written_as_the_template_of_such_a_tokenizer_writes_it() -> None:
+    assert ChatTemplate(responding_tokenizer()).write(CALL) == CALLING
 
 
 def test_a_parsed_turn_is_continued_as_the_template_renders_it() -> None:
