@@ -6,7 +6,6 @@ import datetime
 import functools
 import importlib.metadata
 import importlib.util
-import itertools
 import os
 import re
 import shutil
@@ -20,16 +19,14 @@ from hydra import compose, initialize_config_dir
 from hydra.core.config_store import ConfigStore
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.hydra_config import HydraConfig
-from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import HydraException, MissingConfigException, OverrideParseException
-from hydra.experimental.callback import Callback
-from omegaconf import DictConfig, OmegaConf, open_dict
-from omegaconf.errors import OmegaConfBaseException
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 
 from async_rl.config import ConfigError, Problem, RunConfig, keys_help, known_keys
 from async_rl.config_check import nearest, parse
 from async_rl.console import first_line
-from async_rl.earlier_config import Continued, continued
+from async_rl.earlier_config import Continued
 from async_rl.engines.vllm_server_address import without_secret
 from async_rl.targets import check_targets
 
@@ -37,7 +34,19 @@ REPOSITORY = Path(__file__).resolve().parent.parent
 CONF = REPOSITORY / "conf"
 RECIPES = REPOSITORY / "recipes"
 RECIPES_VARIABLE = "ASYNC_RL_RECIPES"
-DEFAULT_RECIPE = "arithmetic"
+BASE_RECIPE, NO_RECIPE = "arithmetic", "none (base config)"
+"""The recipe that the base config is, and what is said where another environment was chosen without a recipe."""
+
+_OPEN_SECTIONS = ("rollout.mixture", "run.lightning")
+"""Sections whose keys are the user's, none of which are there by default."""
+_HINTS = {
+    "model": "A model of your own: model.name_or_path=path/or/name",
+    "environment": "Your own: environment=custom environment._target_=my_package.MyEnvironment",
+    "recipe": f"Recipes of your own: a folder in {RECIPES_VARIABLE}, see recipes/README.md",
+    "callbacks": "Single ones are left out with callbacks.NAME=null",
+    "logger": "Single ones are left out with logger.NAME=null",
+}
+"""What else there is to be had in place of a group's options."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,13 +129,20 @@ def check(config: DictConfig, overrides: Iterable[str], choices: Mapping[str, An
     try:
         plain = OmegaConf.to_container(config, resolve=True, throw_on_missing=True)
     except OmegaConfBaseException as error:
-        raise ConfigError([Problem(str(getattr(error, "full_key", "") or ""), first_line(error))]) from error
+        key, message = str(getattr(error, "full_key", "") or ""), first_line(error)
+        if isinstance(error, MissingMandatoryValue):
+            message = _not_given(key, choices)
+        raise ConfigError([Problem(key, message)]) from error
     try:
         parsed = parse(plain)  # type: ignore[arg-type]
         check_targets(parsed)
     except ConfigError as error:
         where = Origins(list(overrides), choices, plain)  # type: ignore[arg-type]
-        raise ConfigError([Problem(p.key, p.message + where.of(p.key)) for p in error.problems]) from error
+        problems = [
+            Problem(p.key, p.message + ("" if p.key in config else _how_to_choose(p.key)) + where.of(p.key))
+            for p in error.problems
+        ]
+        raise ConfigError(problems) from error
     return parsed
 
 
@@ -171,6 +187,9 @@ class Origins:
             name = override.partition("=")[0].lstrip("+~").partition("@")[0]
             if key == name or key.startswith(f"{name}."):
                 return f" (from the command line: {override})"
+        for override in reversed(self._overrides):
+            if override.lstrip("+~").startswith(f"{key}."):
+                return f" (from the command line: {override})"
         for file, group in self._files:
             inside = key if not group else key.removeprefix(f"{group}.") if key.startswith(f"{group}.") else None
             if inside is not None and _has(node := _load(file), inside):
@@ -197,6 +216,8 @@ def explain(error: Exception, overrides: Iterable[str]) -> str:
         key = found[1]
         given = next((o for o in overrides if o.lstrip("+~").startswith(f"{key}=")), key)
         section = key.partition(".")[0]
+        if any(key.startswith(f"{open_section}.") for open_section in _OPEN_SECTIONS):
+            return f"{given}: a key of {key.rpartition('.')[0]} is added with a plus: +{given}"
         if any(o.lstrip("+").startswith((f"{section}._target_=", f"{section}=custom")) for o in overrides):
             return f"{given}: an argument of your own {section} is added with a plus: +{given}"
         return f"{given}: there is no key {key}{_did_you_mean(key)}"
@@ -206,40 +227,49 @@ def explain(error: Exception, overrides: Iterable[str]) -> str:
     return f"{message}\n{first_line(cause)}" if isinstance(cause, OmegaConfBaseException) else message
 
 
-class SweepCheck(Callback):
-    """Checks every job of a sweep before the first one starts."""
-
-    def on_multirun_start(self, config: DictConfig, **kwargs: Any) -> None:
-        """Compose and check each job; a wrong one ends the process here, with all its problems."""
-        from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
-
-        if not str(config.hydra.sweeper._target_).endswith("BasicSweeper"):
-            return  # other sweepers choose their jobs as they go
-        loader = GlobalHydra.instance().config_loader()
-        job: list[str] = []
-        try:
-            parsed = OverridesParser.create(loader).parse_overrides(list(config.hydra.overrides.task))
-            for job in itertools.chain.from_iterable(BasicSweeper.split_arguments(parsed, None)):
-                composed = loader.load_sweep_config(config, job)
-                choices = composed.hydra.runtime.choices
-                with open_dict(composed):
-                    del composed["hydra"]
-                check_continued(continued(composed, job, choices), job, choices)
-        except Exception as error:
-            # Hydra turns what a callback raises into a warning; this has to end the process.
-            message = str(error) if isinstance(error, ConfigError) else explain(error, job)
-            report(f"in the job {' '.join(job)}: {message}")
-            raise SystemExit(2) from error
-
-
 def report(message: str) -> None:
     """Print a config problem to the error stream, plainly, without the secrets that may be in it."""
     print(f"config error: {without_secret(message)}", file=sys.stderr)
 
 
+def check_choices(overrides: Iterable[str]) -> None:
+    """Refuse a config group set to null, of which Hydra makes a traceback.
+
+    Raises:
+        ConfigError: names the group and what it can be.
+    """
+    for override in overrides:
+        name, _, value = override.lstrip("+").partition("=")
+        group = name.partition("@")[0]
+        if value.strip().lower() in ("null", "~") and (group == "recipe" or group in _groups()):
+            hint = "leave it out" if group == "recipe" else f"a run needs it{_how_to_choose(group)}"
+            raise ConfigError([Problem("", f"{override}: {hint}")])
+
+
 def recipe_name(choices: Mapping[str, Any]) -> str:
-    """The recipe chosen, or the one the base config is."""
-    return str(choices.get("recipe") or DEFAULT_RECIPE)
+    """The recipe chosen, or the one the base config is, or that there is none."""
+    return str(choices.get("recipe") or (BASE_RECIPE if choices.get("environment") == BASE_RECIPE else NO_RECIPE))
+
+
+def _groups() -> list[str]:
+    return sorted(folder.name for folder in CONF.iterdir() if folder.is_dir())
+
+
+def _how_to_choose(key: str) -> str:
+    """The options of a config group; nothing where it is none."""
+    if key not in _groups():
+        return ""
+    options = {file.stem for file in (CONF / key).glob("*.yaml")} | ({"auto"} if key == "engine" else set())
+    hint = f". {_HINTS[key]}" if key in _HINTS else ""
+    return f"; give {key}= one of {', '.join(sorted(options))}{hint}"
+
+
+def _not_given(key: str, choices: Mapping[str, Any]) -> str:
+    """What to do about a key without a value; the first line of its file has an example."""
+    group = key.partition(".")[0]
+    file = CONF / group / f"{choices.get(group)}.yaml"
+    comment = file.read_text(encoding="utf-8").partition("\n")[0] if file.is_file() else ""
+    return f"has no value; give {key}=..." + (f" ({_shown(file)}: {comment.lstrip('# ')})" if "#" in comment else "")
 
 
 def _unknown_option(group: str, option: str, options: Iterable[str]) -> str:
@@ -248,11 +278,7 @@ def _unknown_option(group: str, option: str, options: Iterable[str]) -> str:
     message = f"{group}={option}: there is no {group} {option!r}"
     message += f"; did you mean {group}={close}?" if close else ""
     message += f" Available: {shown}." if close else f"; available: {shown}."
-    hints = {
-        "model": " A model of your own: model.name_or_path=path/or/name.",
-        "recipe": f" Recipes of your own: a folder in {RECIPES_VARIABLE}, see recipes/README.md.",
-    }
-    return message + hints.get(group, "")
+    return message + (f" {_HINTS[group]}." if group in _HINTS else "")
 
 
 def _did_you_mean(key: str) -> str:
@@ -331,4 +357,5 @@ def _default_run_dir(*, _root_: DictConfig) -> str:
         choices = _root_.hydra.runtime.choices
     else:
         choices = HydraConfig.get().runtime.choices if HydraConfig.initialized() else {}
-    return _fresh_directory(recipe_name(choices))
+    name = recipe_name(choices)
+    return _fresh_directory(str(choices.get("environment") or "custom") if name == NO_RECIPE else name)

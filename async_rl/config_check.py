@@ -7,6 +7,7 @@ import difflib
 import types
 import typing
 from collections.abc import Iterable, Iterator, Mapping
+from numbers import Integral, Real
 from typing import Any, Literal, TypeVar
 
 from async_rl.config import (
@@ -22,6 +23,7 @@ from async_rl.config import (
 )
 from async_rl.config_engine import engine_rules
 from async_rl.resume_rules import MEANING, may_be_allowed
+from async_rl.staleness_rules import staleness_problems
 
 T = TypeVar("T")
 ANY_NUMBER = Range()
@@ -115,7 +117,7 @@ def _matches(value: Any, annotation: Any) -> bool:
     if annotation is float:
         return _is_number(value)
     if annotation is int:
-        return isinstance(value, int) and not isinstance(value, bool)
+        return isinstance(value, Integral) and not isinstance(value, bool)
     if annotation in (str, bool):
         return isinstance(value, annotation)
     if origin is list:
@@ -140,7 +142,7 @@ def _is_union(annotation: Any) -> bool:
 
 
 def _is_number(value: Any) -> typing.TypeGuard[float]:
-    return isinstance(value, int | float) and not isinstance(value, bool)
+    return isinstance(value, Real) and not isinstance(value, bool)
 
 
 def _select(config: Mapping[str, Any], path: str) -> Any:
@@ -166,32 +168,18 @@ def _contradictions(config: RunConfig) -> list[Problem]:
 
 
 def _staleness_rules(c: RunConfig) -> Iterator[Problem]:
-    if c.stale_policy != "wait" and not c.acknowledge_staleness:
-        yield Problem(
-            "stale_policy",
-            f"{c.stale_policy} gives up the exact age bound; take stale_policy=wait, or accept it with "
-            "acknowledge_staleness=true",
-        )
+    yield from staleness_problems(
+        max_staleness=c.max_staleness,
+        admit_ahead=c.admit_ahead,
+        oversample_factor=c.oversample_factor,
+        stale_policy=c.stale_policy,
+        acknowledged=c.acknowledge_staleness,
+    )
     if c.max_staleness > 0 and c.algorithm.loss.get("correction") == "none" and not c.acknowledge_staleness:
         yield Problem(
             "max_staleness",
             f"{c.max_staleness} with algorithm.loss.correction=none trains old data as if it were new; set "
             "algorithm.loss.correction=truncate (or mask), max_staleness=0, or acknowledge_staleness=true",
-        )
-    if c.stale_policy == "allow":
-        return
-    if c.admit_ahead is not None and c.admit_ahead > c.max_staleness:
-        yield Problem(
-            "admit_ahead",
-            f"{c.admit_ahead} has no effect above max_staleness={c.max_staleness}; lower admit_ahead to at most "
-            f"{c.max_staleness} or raise max_staleness",
-        )
-    elif c.oversample_factor > 1 and c.effective_admit_ahead >= c.max_staleness:
-        yield Problem(
-            "oversample_factor",
-            f"{c.oversample_factor:g} has no room with admit_ahead={c.effective_admit_ahead} and "
-            f"max_staleness={c.max_staleness}; lower admit_ahead below max_staleness, raise max_staleness, or set "
-            "oversample_factor=1",
         )
 
 
@@ -317,14 +305,19 @@ def _mixture_rules(c: RunConfig) -> Iterator[Problem]:
             key, "is for several environments; give them as environment: {one: {_target_: ...}, two: ...}, or remove it"
         )
         return
+    names = ", ".join(map(str, c.environment))
     for name, weight in mixture.items():
         if name not in c.environment:
-            yield unknown_key(f"{key}.{name}", map(str, c.environment), ())
+            close = nearest(str(name), map(str, c.environment))
+            hint = f"; did you mean {key}.{close}? There are" if close else "; there are"
+            yield Problem(f"{key}.{name}", f"there is no environment {name}{hint} {names}")
         elif not _is_number(weight) or weight not in Range(gt=0):
             yield Problem(f"{key}.{name}", f"{weight!r} is not possible; give a number > 0, or leave it out of both")
-    for name in c.environment:
-        if name not in mixture:
-            yield Problem(key, f"has no weight for the environment {name}; give it one")
+    if without := [str(name) for name in c.environment if name not in mixture]:
+        one_each = ", ".join(f"{name}: {mixture.get(name, 1)}" for name in c.environment)
+        yield Problem(
+            key, f"has no weight for {', '.join(without)}; give every environment one, for example {{{one_each}}}"
+        )
     if c.rollout.epochs is not None:
         yield Problem(
             key,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import time
 from pathlib import Path
@@ -12,13 +11,16 @@ from lightning.pytorch.loggers.logger import Logger, rank_zero_experiment
 from lightning.pytorch.utilities import rank_zero_only
 from typing_extensions import override
 
+from async_rl.strict_json import strict_json
+
 log = logging.getLogger(__name__)
 
 
 class JsonlLogger(Logger):
     """Appends ``{"step": ..., "time_s": ..., <metric>: ...}`` lines to a file; readable while the run goes on.
 
-    A line that can't be written (a full disk) is lost with a warning: metrics are no reason to end a run.
+    A figure that is not finite is ``null``. A line that can't be written (a full disk) is lost with a warning: metrics
+    are no reason to end a run.
 
     Args:
         path: The file; its directory is created.
@@ -52,7 +54,7 @@ class JsonlLogger(Logger):
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             with self.path.open("a") as file:
-                file.write(json.dumps(row) + "\n")
+                file.write(strict_json(row) + "\n")
         except OSError as error:
             if not self._failing:
                 log.warning("%s can't be written: %s; the run goes on without it", self.path, error.strerror or error)

@@ -127,6 +127,14 @@ def parameters_of(target: str) -> Parameters | None:
     return _from_source(target) or _signature(_locate(target))
 
 
+def refused_by(target: str, error: Exception) -> str:
+    """What the constructor of a target had against it, or which methods its class lacks."""
+    missing = sorted(getattr(_locate(target), "__abstractmethods__", ()))
+    if missing and isinstance(error, TypeError):
+        return f"{target} has no method {' and no '.join(missing)} yet; add {'it' if len(missing) == 1 else 'them'}"
+    return f"{target}: {error}"
+
+
 def _locate(target: str) -> Any:
     parts = target.split(".")
     for n in range(len(parts) - 1, 0, -1):

@@ -96,9 +96,19 @@ def test_several_environments_and_their_weights():
         ([*TWO, "rollout.mixture=3"], "rollout.mixture: 3 is not possible"),
         (
             [*TWO, "rollout.mixture={sums: 1, bug: 1}"],
-            "rollout.mixture.bug: there is no such key; did you mean rollout.mixture.big",
+            "rollout.mixture.bug: there is no environment bug; did you mean rollout.mixture.big? There are sums, big",
         ),
-        ([*TWO, "rollout.mixture={sums: 1}"], "rollout.mixture: has no weight for the environment big"),
+        (
+            [*TWO, "rollout.mixture={colour: 1}"],
+            "rollout.mixture.colour: there is no environment colour; there are sums, big",
+        ),
+        (
+            [*TWO, "+rollout.mixture.sums=2"],
+            "rollout.mixture: has no weight for big; give every environment one, for example {sums: 2, big: 1} "
+            "(from the command line: +rollout.mixture.sums=2)",
+        ),
+        ([*TWO, "rollout.mixture.sums=2"], "a key of rollout.mixture is added with a plus: +rollout.mixture.sums=2"),
+        (["run.lightning.max_time=1"], "a key of run.lightning is added with a plus: +run.lightning.max_time=1"),
         ([*TWO, "rollout.mixture={sums: 1, big: 0}"], "rollout.mixture.big: 0 is not possible; give a number > 0"),
         ([*TWO, "rollout.mixture={sums: 1, big: x}"], "rollout.mixture.big: 'x' is not possible"),
         ([*TWO, "rollout.mixture={sums: 1, big: 1}", "rollout.epochs=1"], "with rollout.epochs=1, either"),
@@ -257,6 +267,45 @@ def test_what_is_possible_is_accepted(overrides):
     composed(*overrides)
 
 
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["environment=null"], "environment=null: a run needs it; give environment= one of arithmetic, calculator"),
+        (["engine=null"], "engine=null: a run needs it; give engine= one of auto, transformers"),
+        (["model=null"], "A model of your own: model.name_or_path="),
+        (["callbacks=null"], "Single ones are left out with callbacks.NAME=null"),
+        (["+recipe=null"], "+recipe=null: leave it out"),
+        (["~environment"], "Your own: environment=custom environment._target_=my_package.MyEnvironment"),
+        (["~engine"], "engine: is missing: what samples; give engine= one of auto"),
+        (["environment=custom"], "environment._target_: has no value; give environment._target_=... (conf/"),
+        (["environment=custom"], "environment=custom environment._target_=my_package.MyEnvironment"),
+        (["environment=math"], "environment.path: has no value; give environment.path=... (conf/environment/math.yaml"),
+    ],
+)
+def test_a_group_without_a_choice_or_a_choice_without_its_value_says_what_to_give(overrides, message):
+    try:
+        compose.check_choices(overrides)
+    except ConfigError as error:
+        told = str(error)
+    else:
+        told = refused(*overrides)
+    assert message in told
+    assert len(told.splitlines()) == 1
+
+
+@pytest.mark.parametrize(
+    ("choices", "name"),
+    [
+        ({"recipe": "gsm8k", "environment": "gsm8k"}, "gsm8k"),
+        ({"environment": "arithmetic"}, "arithmetic"),
+        ({"environment": "custom"}, "none (base config)"),
+        ({}, "none (base config)"),
+    ],
+)
+def test_the_recipe_is_named_only_where_it_is_one(choices, name):
+    assert compose.recipe_name(choices) == name
+
+
 def test_all_problems_are_told_at_once():
     message = refused("batch_size=0", "seed=-1", "+colour=red")
     assert {line.partition(":")[0] for line in message.splitlines()} == {"batch_size", "seed", "colour"}
@@ -316,6 +365,12 @@ USER_MODULE = """
     def decorated(a, b=1): ...
 
     def my_reward(prompt, completion, scale=1.0): ...
+
+    class Half(SingleTurn):
+        def prompts(self, split): ...
+
+    class Picky(Anything):
+        def __init__(self): ...
 """
 
 
@@ -379,7 +434,7 @@ def test_the_source_of_our_targets_says_what_their_signature_says():
     names = {line.partition("_target_:")[2].strip() for f in Path(compose.CONF).rglob("*.yaml") for line in f.open()}
     names = {name for name in names if name and not name.startswith("async_rl.engines.vllm")}
     assert len(names) > 10
-    for name in sorted(names - {"async_rl.compose.SweepCheck", "???"}):
+    for name in sorted(names - {"async_rl.sweep.Sweep", "???"}):
         read = targets._from_source(name)
         found = targets._locate(name)
         assert read is not None, f"the signature of {name} is not read from its source, which costs an import"
@@ -387,6 +442,12 @@ def test_the_source_of_our_targets_says_what_their_signature_says():
         named = {p.name for p in signature if p.kind is not p.VAR_KEYWORD and p.kind is not p.VAR_POSITIONAL}
         assert set(read.annotations) == named, name
         assert read.open == any(p.kind is p.VAR_KEYWORD for p in signature)
+
+
+def test_a_constructor_that_refuses_is_told_once_and_an_abstract_class_says_what_it_lacks(user_module):
+    half, error = f"{user_module}.Half", TypeError("Can't instantiate abstract class")
+    assert targets.refused_by(half, error) == f"{half} has no method messages and no reward yet; add them"
+    assert targets.refused_by(f"{user_module}.Picky", ValueError("n=3")) == f"{user_module}.Picky: n=3"
 
 
 @pytest.mark.parametrize(

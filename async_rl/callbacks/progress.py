@@ -12,6 +12,7 @@ from rich.text import Text
 from typing_extensions import override
 
 from async_rl.callbacks.base import RLCallback
+from async_rl.reward_scale import RewardScale
 from async_rl.types import Batch, EvalBatch
 
 if TYPE_CHECKING:
@@ -33,10 +34,11 @@ class RunProgress(RLCallback):
         self._live = Live(console=self.console, refresh_per_second=4, transient=True)
         self._step_began_s = time.monotonic()
         self._waited_s = 0.0
+        self._scale = RewardScale()
 
     @override
     def setup(self, trainer: AsyncRLTrainer, pl_module: LightningModule, stage: str) -> None:  # type: ignore[override]
-        if trainer.replay is None:
+        if trainer.replay is None and not trainer.nothing_to_train:
             self.console.print("starting the engine and loading the first weights ...")
 
     @override
@@ -62,19 +64,18 @@ class RunProgress(RLCallback):
         step_s, self._step_began_s = now_s - self._step_began_s, now_s
         step = pl_module.last_step
         waited_s = self._waited_s - step.metrics.get("train/ahead_s", 0.0)
+        rewards = [t.reward for t in batch.trajectories]
+        self._scale.see(rewards)
         if not step.updated:
             self.console.print(f"[yellow]batch {batch_idx} not trained: {step.reason}[/yellow]")
         elif trainer.global_step % self.every == 0:
-            books = trainer.orchestrator.snapshot()
-            rewards = [t.reward for t in batch.trajectories]
             ages = batch.ages() or [0]
             bound = "off" if batch.max_staleness is None else batch.max_staleness
             self.console.print(
                 f"step {trainer.global_step:>4}/{trainer.max_steps}"
                 f"  reward {sum(rewards) / len(rewards):.3f}"
                 f"  age {sum(ages) / len(ages):.1f} max {max(ages)} of {bound}"
-                f"  running {books['running']:.0f} kept {books['kept']:.0f}"
-                f"  {trainer.session.tokens_per_s():.0f} tokens/s"
+                f"{_generating(trainer, '  ')}"
                 f"  {step_s:.1f} s (waited {waited_s:.1f} s)"
             )
 
@@ -89,8 +90,9 @@ class RunProgress(RLCallback):
         dataloader_idx: int = 0,
     ) -> None:
         e = batch.summary()
+        self._scale.see(batch.rewards)
         failed = f", {e['failures']:.0f} failed" if e["failures"] else ""
-        what = f"{e['reward']:.1%}[/bold] mean reward" if e["samples"] else "nothing measured[/bold]"
+        what = f"{self._scale.show(e['reward'])}[/bold]" + (" mean reward" if e["samples"] else "")
         if passes := [(name, share) for name, share in e.items() if name.startswith("pass@") and "/" not in name]:
             what += ", {} {:.1%}".format(*passes[-1])
         self.console.print(
@@ -118,8 +120,16 @@ class RunProgress(RLCallback):
             state = "evaluating"
         step = min(trainer.global_step + 1, trainer.max_steps)
         return Text(
-            f"step {step}/{trainer.max_steps}: {state} | running {books['running']:.0f} "
-            f"kept {books['kept']:.0f} | {trainer.session.tokens_per_s():.0f} tokens/s | "
-            f"admission limited by {books['limited_by']}",
+            f"step {step}/{trainer.max_steps}: {state}{_generating(trainer, ' | ')}"
+            + f" | admission limited by {books['limited_by']}" * (trainer.replay is None),
             style="dim",
         )
+
+
+def _generating(trainer: AsyncRLTrainer, separator: str) -> str:
+    """What the rollout side does; empty in a replay, which has none."""
+    if trainer.replay is not None:
+        return ""
+    books = trainer.orchestrator.snapshot()
+    parts = f"running {books['running']:.0f} kept {books['kept']:.0f}", f"{trainer.session.tokens_per_s():.0f} tokens/s"
+    return "".join(separator + part for part in parts)

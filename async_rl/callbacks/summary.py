@@ -16,7 +16,8 @@ from rich.table import Table
 from typing_extensions import override
 
 from async_rl.callbacks.base import RLCallback
-from async_rl.types import Batch
+from async_rl.reward_scale import RewardScale, shown_evaluation
+from async_rl.types import Batch, EvalBatch
 
 if TYPE_CHECKING:
     from async_rl.trainer import AsyncRLTrainer
@@ -41,13 +42,19 @@ def _tensorboard() -> str:
 
 
 class RunSummary(RLCallback):
-    """Collects what the closing table shows and prints it when training ended without an error."""
+    """Collects what the closing table shows and prints it when training ended without an error.
 
-    def __init__(self) -> None:
+    Args:
+        show: Print the table; the figures go into ``run.json`` in any case.
+    """
+
+    def __init__(self, show: bool = True) -> None:
+        self.show = show
         self.figures: dict[str, float | str] = {}
         self._tokens_by_age: Counter[int] = Counter()
         self._began_s = time.monotonic()
         self._step_ends_s: list[float] = []
+        self._scale = RewardScale()
 
     @override
     def on_train_start(self, trainer: AsyncRLTrainer, pl_module: LightningModule) -> None:  # type: ignore[override]
@@ -55,6 +62,7 @@ class RunSummary(RLCallback):
 
     @override
     def on_batch_planned(self, trainer: AsyncRLTrainer, policy: LightningModule, batch: Batch) -> None:
+        self._scale.see(t.reward for t in batch.trajectories)
         for trajectory in batch.trajectories:
             for s in trajectory.segments:
                 if s.version is not None:  # masked tokens are not trained
@@ -67,8 +75,22 @@ class RunSummary(RLCallback):
         self._step_ends_s.append(time.monotonic())
 
     @override
+    def on_validation_batch_end(  # type: ignore[override]
+        self,
+        trainer: AsyncRLTrainer,
+        pl_module: LightningModule,
+        outputs: Any,
+        batch: EvalBatch,
+        batch_idx: int,
+        dataloader_idx: int = 0,
+    ) -> None:
+        self._scale.see(batch.rewards)
+
+    @override
     def on_train_end(self, trainer: AsyncRLTrainer, pl_module: LightningModule) -> None:  # type: ignore[override]
         session, ages = trainer.session, +self._tokens_by_age  # ages that a trained token has
+        settings = trainer.orchestrator.settings
+        bound = None if settings.stale_policy == "allow" else settings.max_staleness
         if not self._step_ends_s:
             return
         seconds = time.monotonic() - self._began_s
@@ -78,17 +100,24 @@ class RunSummary(RLCallback):
             "seconds": seconds,
             # From the end of the first step on: before it, the engine also runs the first evaluation.
             "step_s": (self._step_ends_s[-1] - self._step_ends_s[0]) / max(len(self._step_ends_s) - 1, 1),
-            "sampling_policy": trainer.orchestrator.settings.sampling_policy,
-            "tokens_per_s": session.tokens_per_s(),
             "age_mean": sum(a * n for a, n in ages.items()) / max(ages.total(), 1),
             "age_p99": age_quantile(ages, 0.99),
             "age_max": max(ages, default=0),
-            "age_bound": "none" if trainer.staleness.stale_policy == "allow" else trainer.staleness.max_staleness,
-            "overlap": session.overlap.overlap(session.generation_s()),
+            "age_bound": "none" if bound is None else bound,
             "train_s": session.overlap.train_s,
-            "generation_s": session.generation_s(),
-            "limited_by": trainer.orchestrator.limits(),
+            "reward_min": self._scale.low,
+            "reward_max": self._scale.high,
         }
+        if trainer.replay is None:
+            self.figures |= {
+                "sampling_policy": settings.sampling_policy,
+                "tokens_per_s": session.tokens_per_s(),
+                "overlap": session.overlap.overlap(session.generation_s()),
+                "generation_s": session.generation_s(),
+                "limited_by": trainer.orchestrator.limits(),
+            }
+        else:
+            self.figures["replayed"] = trainer.datamodule.run.described(trainer.global_step)  # type: ignore[attr-defined]
         first, last = trainer.evaluations[:1], trainer.evaluations[-1:]
         for name, found, version in (
             ("eval_start", first, session.first_version),
@@ -104,7 +133,7 @@ class RunSummary(RLCallback):
     @override
     def teardown(self, trainer: AsyncRLTrainer, pl_module: LightningModule, stage: str) -> None:  # type: ignore[override]
         f = self.figures
-        if not f:
+        if not f or not self.show:
             return
         table = Table(title=f"run ended: {trainer.ending}", show_header=False, title_justify="left")
         table.add_column(style="bold")
@@ -113,18 +142,22 @@ class RunSummary(RLCallback):
         for name, title in (("eval_start", "evaluation, start"), ("eval_end", "evaluation, end")):
             if name in f:
                 failed = f", {f[f'{name}_failures']:.0f} samples failed" if f[f"{name}_failures"] else ""
-                table.add_row(title, f"{f[name]:.1%} (version {f[f'{name}_version']:.0f}{failed})")
-        table.add_row("generated", f"{f['tokens_per_s']:.0f} tokens/s")
+                table.add_row(title, f"{shown_evaluation(f, name)} (version {f[f'{name}_version']:.0f}{failed})")
+        if "replayed" in f:
+            table.add_row("replayed", str(f["replayed"]))
+        if "tokens_per_s" in f:
+            table.add_row("generated", f"{f['tokens_per_s']:.0f} tokens/s")
         table.add_row(
             "age (versions)",
             f"mean {f['age_mean']:.2f}, p99 {f['age_p99']}, max {f['age_max']}, bound {f['age_bound']}",
         )
-        table.add_row("admission limited by", str(f["limited_by"]))
-        table.add_row(
-            "overlap",
-            f"{f['overlap']:.0%} of the smaller of training ({f['train_s']:.0f} s) "
-            f"and generation ({f['generation_s']:.0f} s)",
-        )
+        if "limited_by" in f:
+            table.add_row("admission limited by", str(f["limited_by"]))
+            table.add_row(
+                "overlap",
+                f"{f['overlap']:.0%} of the smaller of training ({f['train_s']:.0f} s) "
+                f"and generation ({f['generation_s']:.0f} s)",
+            )
         table.add_row("run directory", str(trainer.run_dir))
         table.add_row("look at it", f"{_tensorboard()} --logdir {trainer.run_dir}")
         Console(highlight=False).print(table)

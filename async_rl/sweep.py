@@ -1,0 +1,95 @@
+"""Sweep: checks every job of a sweep before the first one starts, announces each, and ends with their results."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from hydra.core.global_hydra import GlobalHydra
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.experimental.callback import Callback
+from hydra.types import RunMode
+from omegaconf import DictConfig, open_dict
+
+from async_rl.compose import check_choices, check_continued, explain, report
+from async_rl.config import ConfigError
+from async_rl.earlier_config import RECORD, continued
+from async_rl.reward_scale import shown_evaluation
+
+
+class Sweep(Callback):
+    """What Hydra tells of a sweep (``-m``), and nothing for a single run."""
+
+    def __init__(self) -> None:
+        self._jobs: list[list[str]] = []  # overrides of each; none where the sweeper chooses them as it goes
+        self._ended: list[tuple[str, Path]] = []
+
+    def on_multirun_start(self, config: DictConfig, **kwargs: Any) -> None:
+        """Compose and check each job; a wrong one ends the process here, with all its problems."""
+        from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
+
+        if not str(config.hydra.sweeper._target_).endswith("BasicSweeper"):
+            return
+        loader = GlobalHydra.instance().config_loader()
+        job: list[str] = []
+        try:
+            parsed = OverridesParser.create(loader).parse_overrides(list(config.hydra.overrides.task))
+            self._jobs = [list(j) for j in itertools.chain.from_iterable(BasicSweeper.split_arguments(parsed, None))]
+            for job in self._jobs:
+                check_choices(job)
+                composed = loader.load_sweep_config(config, job)
+                choices = composed.hydra.runtime.choices
+                with open_dict(composed):
+                    del composed["hydra"]
+                check_continued(continued(composed, job, choices), job, choices)
+        except Exception as error:
+            # Hydra turns what a callback raises into a warning; this has to end the process.
+            message = str(error) if isinstance(error, ConfigError) else explain(error, job)
+            report(f"in the job {' '.join(job)}: {message}")
+            raise SystemExit(2) from error
+
+    def on_job_start(self, config: DictConfig, **kwargs: Any) -> None:
+        """Say which job begins."""
+        if config.hydra.mode == RunMode.MULTIRUN:
+            number, jobs = config.hydra.job.num + 1, len(self._jobs)
+            before = "\n" if number > 1 else ""
+            print(f"{before}job {number}{f' of {jobs}' if jobs else ''}: {self._name(config)}", flush=True)
+
+    def on_job_end(self, config: DictConfig, job_return: Any, **kwargs: Any) -> None:
+        """Remember where the job left its results."""
+        if config.hydra.mode == RunMode.MULTIRUN:
+            self._ended.append((self._name(config), Path(job_return.cfg.run_dir)))
+
+    def on_multirun_end(self, config: DictConfig, **kwargs: Any) -> None:
+        """Say how each job ended."""
+        if self._ended:
+            print("\n".join(_results(self._ended)), flush=True)
+
+    def _name(self, config: DictConfig) -> str:
+        """What tells the job from the others."""
+        own = list(config.hydra.overrides.task)
+        swept = [override for override in own if any(override not in job for job in self._jobs)]
+        return " ".join(swept or own)
+
+
+def _results(jobs: Sequence[tuple[str, Path]]) -> list[str]:
+    width = max(len(name) for name, _ in jobs)
+    directory = os.path.commonpath([path.parent for _, path in jobs])
+    return [f"\nresults of the sweep: {directory}", *(f"  {name:<{width}}  {_result(path)}" for name, path in jobs)]
+
+
+def _result(run_dir: Path) -> str:
+    """Steps, last evaluation and directory of a run, and how it ended where it did not finish."""
+    try:
+        record = json.loads((run_dir / RECORD).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return f"no result in {run_dir}"
+    figures = record["summary"]
+    told = [f"{figures['steps']} steps"] if figures else []
+    told += [f"evaluation {shown_evaluation(figures, 'eval_end')}"] if "eval_end" in figures else []
+    told += [f"exit code {record['exit_code']}: {record['exit_reason'].splitlines()[0]}"] if record["exit_code"] else []
+    return ", ".join([*told, str(run_dir)])
