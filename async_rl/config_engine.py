@@ -33,6 +33,13 @@ def engine_rules(c: RunConfig) -> Iterator[Problem]:
         )
     if c.hardware.kind == "gpu":
         yield from _memory_rules(nodes)
+    else:
+        for path in [path for path, node in nodes.items() if node.get("weight_transfer") == "nccl"]:
+            yield Problem(
+                f"{path}.weight_transfer",
+                "nccl sends weights from the trainer's GPU, but the trainer is on the CPU (hardware.kind="
+                f"{c.hardware.kind}); give {path}.weight_transfer=file",
+            )
 
 
 def _node_rules(path: str, engine: Component) -> Iterator[Problem]:

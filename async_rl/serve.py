@@ -18,6 +18,7 @@ from async_rl.engines.vllm_launch import (
 )
 from async_rl.engines.vllm_server_address import KEY_VARIABLE, api_key, is_loopback
 from async_rl.weights.file import BACKEND as FILE
+from async_rl.weights.nccl import BACKEND as NCCL
 
 MIDDLEWARE = "async_rl.engines.vllm_server_routes.ServerRoutes"
 
@@ -35,6 +36,12 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument("--kv-cache-gib", type=float, default=1.0, help="memory for keys and values on the CPU, GiB")
     parser.add_argument("--gpu-memory-utilization", type=float, default=0.9, help="share of the GPU's memory")
     parser.add_argument("--cpu-cores", default="none", help='on the CPU: "none", "auto" (half) or a list like 0,2-3')
+    parser.add_argument(
+        "--weight-transfer",
+        choices=("file", "nccl"),
+        default="file",
+        help="how weights come: in files that both sides see, or by NCCL from a trainer on another GPU",
+    )
     parser.add_argument("--log-file", default=None, help="file for vLLM's messages; without it warnings are shown")
     parser.add_argument("--engine-kwargs", type=json.loads, default={}, help="JSON: more arguments of AsyncEngineArgs")
     parsed = parser.parse_args(arguments)
@@ -55,6 +62,10 @@ def main(arguments: list[str]) -> None:
     from vllm.platforms import current_platform
 
     on_cpu = current_platform.is_cpu()
+    if on_cpu and given.weight_transfer == "nccl":
+        sys.exit(
+            "--weight-transfer nccl needs a GPU, and this is vLLM's CPU build: leave it out, weights come as files"
+        )
     settings = _settings(given)
     cores = engine_cores(given.cpu_cores, sorted(os.sched_getaffinity(0))) if on_cpu else []
     os.environ.update(child_environment(settings, scratch.name, cores, on_cpu))
@@ -74,7 +85,9 @@ def _settings(given: argparse.Namespace) -> VLLMSettings:
 
     from async_rl.models import resolve_model
 
-    engine_kwargs: dict[str, Any] = {"weight_transfer_config": {"backend": FILE}}
+    engine_kwargs: dict[str, Any] = {
+        "weight_transfer_config": {"backend": NCCL if given.weight_transfer == "nccl" else FILE}
+    }
     if given.log_file is None:
         engine_kwargs["logging_config"] = LoggingConfig(log_level="WARNING")
     return VLLMSettings(

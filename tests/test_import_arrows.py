@@ -22,6 +22,7 @@ NAMES_OF_THE_BACK_END = {
     ("vllm_launch.py", "async_rl.weights.shared_memory"),
     ("vllm_launch.py", "async_rl.weights.vllm_plugin"),
     ("vllm_server.py", "async_rl.weights.file"),
+    ("vllm_server.py", "async_rl.weights.nccl"),
 }
 
 

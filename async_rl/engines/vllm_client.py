@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 
 from async_rl.engines.base import BusyClock, EngineDiedError, EngineError, EngineStats, Generation, GenerationRequest
 from async_rl.engines.vllm_port import CoreDiedError, Piece, Span, VLLMCore
+from async_rl.engines.weight_delivery import WeightDelivery
 from async_rl.types import Segment
 from async_rl.weights.base import WeightSource
 
@@ -76,6 +77,7 @@ class VLLMClient:
         self.busy = BusyClock()
         self.core = core
         self.weight_backend = core.weight_backend
+        self._delivery = WeightDelivery(core)
         self._tag = secrets.token_hex(4)
         self._kv_max_age = kv_max_age
         self._version = -1
@@ -154,7 +156,10 @@ class VLLMClient:
     async def close(self) -> None:
         """Free the engine and fail what still runs. Idempotent."""
         self._fail(EngineError(f"engine {self.name} was closed"))
-        await self.core.close()
+        try:
+            await self._delivery.close()
+        finally:
+            await self.core.close()
 
     def _check_alive(self) -> None:
         if self._failed.done():
@@ -218,7 +223,7 @@ class VLLMClient:
 
     async def _load(self, version: int, source: WeightSource) -> LoadTimings:
         """Prepare the weights while the engine generates, if it can, and swap them between two of its steps."""
-        info = dict(source.update_info())
+        info = await self._delivery.prepare(source)
         begun_s = time.monotonic()
         staged = self.core.stages and await self.core.stage(info)
         while staged and not await self.core.staged():
@@ -231,7 +236,7 @@ class VLLMClient:
             if not running.started:
                 running.resubmit = True
                 await self.core.abort(request_id)
-        await self.core.load(info, f"{self._tag}-{version}")
+        await self._delivery.load(source, info, f"{self._tag}-{version}")
         oldest = min((r.kv_version for r in self._requests.values() if r.started), default=version)
         recompute = self._kv_max_age is not None and version - oldest > self._kv_max_age
         if recompute:

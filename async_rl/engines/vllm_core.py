@@ -37,6 +37,8 @@ class LocalCore:
         transfer = llm.vllm_config.weight_transfer_config
         self.weight_backend = str(transfer.backend) if transfer is not None else ""
         self.stages = llm.vllm_config.parallel_config.worker_extension_cls.endswith("StagingExtension")
+        self.max_model_len = int(llm.vllm_config.model_config.max_model_len)
+        self.workers = int(llm.vllm_config.parallel_config.world_size_across_dp)
         self._loop = asyncio.get_running_loop()
         self._sentinels: list[Any] = []
 
@@ -91,6 +93,11 @@ class LocalCore:
         """Let them go on."""
         with _translated():
             await self.llm.engine_core.resume_scheduler_async()
+
+    async def connect(self, info: Mapping[str, Any]) -> None:
+        """Have every worker join the link over which weights are sent."""
+        with _translated():
+            await self.llm.init_weight_transfer_engine(WeightTransferInitRequest(init_info=dict(info)))
 
     async def stage(self, info: Mapping[str, Any]) -> bool:
         """Begin to prepare weights on every worker."""

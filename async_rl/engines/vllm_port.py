@@ -52,6 +52,10 @@ class VLLMCore(Protocol):
     """Weight-transfer back end it was started with."""
     stages: bool
     """It can prepare weights while it generates."""
+    workers: int
+    """Processes that hold a part of the model each, >= 1."""
+    max_model_len: int
+    """Longest prompt and completion together, tokens."""
 
     def watch(self, died: Callable[[str], None]) -> None:
         """Have ``died`` called with the reason, once, when the engine turns out to be gone."""
@@ -90,6 +94,10 @@ class VLLMCore(Protocol):
 
     async def resume(self) -> None:
         """Let them go on."""
+        ...
+
+    async def connect(self, info: Mapping[str, Any]) -> None:
+        """Join the link over which weights are sent; returns when all who were told of it have joined."""
         ...
 
     async def stage(self, info: Mapping[str, Any]) -> bool:

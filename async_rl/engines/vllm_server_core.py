@@ -15,12 +15,14 @@ import aiohttp
 from async_rl.engines.base import EngineError, SamplingParams
 from async_rl.engines.vllm_port import CoreDiedError, Piece, Span
 from async_rl.engines.vllm_server_address import KEY_VARIABLE, api_key
+from async_rl.engines.vllm_server_lease import LEASE_S, RUN_HEADER, Claim
 
 MIDDLEWARE = "async_rl.engines.vllm_server_routes.ServerRoutes"
 POLL_S = 0.5
 ANSWER_TIMEOUT_S = 20.0
 """A server that does not say within this time that it lives is taken for dead."""
 CONNECT_TIMEOUT_S = 5.0
+RELEASE_TIMEOUT_S = 2.0
 IMPOSSIBLE = -9999.0
 """What vLLM sends for a log-probability that is no number, or below it."""
 
@@ -40,8 +42,11 @@ class ServerFacts:
         dtype: Number format it computes in.
         weight_backend: Weight-transfer back end.
         stages: It prepares weights while it generates.
+        workers: Processes that hold a part of the model each.
         logprobs_mode: What its log-probabilities are of.
         max_model_len: Longest prompt and completion together, tokens.
+        yours: The run that asks has it (see :class:`~async_rl.engines.vllm_server_lease.ServerLease`).
+        holder: Which run has it, for people; empty where none has.
     """
 
     incarnation: str
@@ -50,15 +55,18 @@ class ServerFacts:
     dtype: str
     weight_backend: str
     stages: bool
+    workers: int
     logprobs_mode: str
     max_model_len: int
+    yours: bool
+    holder: str
 
 
 class ServerCore:
     """One incarnation of a server (a :class:`~async_rl.engines.vllm_port.VLLMCore`); get it with :func:`connect`.
 
     A connection that breaks, a server that stops answering, and one that was started again all count as its death: a
-    new incarnation has lost the weights.
+    new incarnation has lost the weights. So does another run that has it now.
 
     Args:
         url: Base URL.
@@ -70,6 +78,8 @@ class ServerCore:
         self.facts = facts
         self.weight_backend = facts.weight_backend
         self.stages = facts.stages
+        self.workers = facts.workers
+        self.max_model_len = facts.max_model_len
         self._url = url
         self._session = session
         self._streams: dict[str, tuple[asyncio.Task[None], asyncio.Queue[Piece | Exception]]] = {}
@@ -78,6 +88,20 @@ class ServerCore:
     def watch(self, died: Callable[[str], None]) -> None:
         """Ask twice a second whether it is still the same server."""
         self._watches.append(asyncio.create_task(self._poll(died)))
+
+    async def claim(self, who: str) -> Claim:
+        """Ask for the server, which nobody else may have meanwhile; its calls need it.
+
+        Args:
+            who: What other runs are told about this one.
+
+        Raises:
+            EngineError: the server does not know what that is.
+        """
+        try:
+            return Claim(**await self._call("claim", {"who": who}, ANSWER_TIMEOUT_S))
+        except ServerRefusedError as error:
+            raise EngineError(f"{error}; it runs another version of async_rl: install this one there") from error
 
     async def prepare(self) -> None:
         """Let the server open its weight path."""
@@ -142,6 +166,10 @@ class ServerCore:
         """Let them go on."""
         await self._call("resume")
 
+    async def connect(self, info: Mapping[str, Any]) -> None:
+        """Have the server's workers join the link over which weights are sent."""
+        await self._call("connect", {"info": dict(info)})
+
     async def stage(self, info: Mapping[str, Any]) -> bool:
         """Begin to prepare weights."""
         return bool(await self._call("stage", {"info": dict(info)}))
@@ -159,11 +187,13 @@ class ServerCore:
         await self._call("recompute")
 
     async def close(self) -> None:
-        """Drop every connection; the server itself is somebody else's and lives on."""
+        """Drop every connection and give the server back; it is somebody else's and lives on."""
         tasks = [*self._watches, *(task for task, _ in self._streams.values())]
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
+        with contextlib.suppress(CoreDiedError, ServerRefusedError, ValueError):  # else the lease runs out by itself
+            await self._call("release", timeout_s=RELEASE_TIMEOUT_S)
         await self._session.close()
 
     async def _poll(self, died: Callable[[str], None]) -> None:
@@ -179,11 +209,17 @@ class ServerCore:
             raise CoreDiedError(f"the engine core of the server at {self._url} died")
         if facts.incarnation != self.facts.incarnation:
             raise CoreDiedError(f"the server at {self._url} was started again and has lost its weights")
+        if not facts.yours:
+            raise CoreDiedError(
+                f"the server at {self._url} has been given to another run ({facts.holder}), because this one gave no "
+                f"sign of life for {LEASE_S:g} s"
+            )
 
-    async def _call(self, name: str, body: Mapping[str, Any] | None = None) -> Any:
-        """One of the routes of :class:`async_rl.engines.vllm_server_routes.ServerRoutes`; as long as it takes."""
+    async def _call(self, name: str, body: Mapping[str, Any] | None = None, timeout_s: float | None = None) -> Any:
+        """One of the routes of :class:`async_rl.engines.vllm_server_routes.ServerRoutes`; default: as long as it takes."""
+        timeout = aiohttp.ClientTimeout(total=timeout_s, sock_connect=CONNECT_TIMEOUT_S)
         with _connection(self._url):
-            async with self._session.post(f"{self._url}/async_rl/{name}", json=body or {}) as response:
+            async with self._session.post(f"{self._url}/async_rl/{name}", json=body or {}, timeout=timeout) as response:
                 return (await _content(self._url, response))["result"]
 
     async def _receive(self, body: Mapping[str, Any], queue: asyncio.Queue[Piece | Exception]) -> None:
@@ -213,8 +249,12 @@ class ServerCore:
         return error
 
 
-async def connect(url: str) -> ServerCore:
+async def connect(url: str, run: str) -> ServerCore:
     """Find the server at ``url``. Call on the event loop that will own the connection.
+
+    Args:
+        url: Base URL.
+        run: Under which id the server is claimed; nobody else may know it.
 
     Raises:
         CoreDiedError: it can't be reached, or is not up yet.
@@ -224,7 +264,7 @@ async def connect(url: str) -> ServerCore:
         # A connection for each request: one that a server has just closed would look like its death.
         connector=aiohttp.TCPConnector(limit=0, force_close=True),
         timeout=aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_TIMEOUT_S),
-        headers={"Authorization": f"Bearer {key}"} if (key := api_key()) else {},
+        headers={RUN_HEADER: run} | ({"Authorization": f"Bearer {key}"} if (key := api_key()) else {}),
         trust_env=False,
     )
     try:
@@ -259,7 +299,12 @@ async def read_facts(url: str, session: aiohttp.ClientSession) -> ServerFacts:
                     f"give vllm serve --middleware {MIDDLEWARE}"
                 )
             facts = (await _content(url, response))["result"]
-    return ServerFacts(**{name: facts[name] for name in ServerFacts.__dataclass_fields__})
+    try:
+        return ServerFacts(**{name: facts[name] for name in ServerFacts.__dataclass_fields__})
+    except KeyError as error:
+        raise EngineError(
+            f"the server at {url} runs another version of async_rl, which does not tell {error}: install this one there"
+        ) from error
 
 
 @contextlib.contextmanager
@@ -292,6 +337,8 @@ def _failure(url: str, status: int, error: Any) -> Exception:
     message = str(error.get("message")) if isinstance(error, Mapping) else str(error)
     if status == 503:
         return CoreDiedError(f"the engine core of the server at {url} died: {message}")
+    if status == 409:
+        return CoreDiedError(f"the server at {url} is lost: {message}")
     if status in (400, 422):
         return ValueError(message)
     return ServerRefusedError(f"the server at {url} answered {status}: {message}")

@@ -1,4 +1,4 @@
-"""ServerRoutes: what a `vllm serve` process needs to be an engine of ours: the key on every path, weight loads, facts.
+"""ServerRoutes: what a `vllm serve` process needs to be an engine of ours: key, lease, weight loads, facts.
 
 An ASGI middleware, named on the server's command line (``--middleware``). vLLM's own routes for weights need its
 development mode, which opens much more and asks for no key; these call the same functions of the engine.
@@ -12,15 +12,21 @@ import json
 import logging
 import uuid
 from collections.abc import Awaitable, Callable, Mapping, MutableMapping
+from dataclasses import asdict
 from typing import Any
 
 from async_rl.engines.vllm_core import LocalCore
 from async_rl.engines.vllm_port import CoreDiedError
 from async_rl.engines.vllm_server_address import KEY_VARIABLE, api_key, is_loopback
+from async_rl.engines.vllm_server_lease import RUN_HEADER, NotHeldError, ServerLease
 
 PREFIX = "/async_rl/"
+CALLS = ("prepare", "pause", "resume", "recompute", "staged", "stage", "connect", "load")
+"""What only the run that has the server may ask for."""
 MOST_BYTES = 64 * 2**20
 """Largest body of a request to these routes; the largest that is sent names every parameter of a model."""
+MOST_TEXT = 4096
+"""Longest text in such a body: a label, or what a run says about itself."""
 
 Scope = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
@@ -36,14 +42,18 @@ class ServerRoutes:
     """Guards and extends the application of a vLLM server. JSON only: nothing that is received is unpickled.
 
     With ``ASYNC_RL_API_KEY`` in the server's environment every path but ``/health`` needs it as a bearer token;
-    without, only clients on the same machine are answered.
+    without, only clients on the same machine are answered. One run at a time may load weights.
 
     Args:
         app: vLLM's application.
+        lease: Which run that is.
     """
 
-    def __init__(self, app: Callable[[Scope, Receive, Send], Awaitable[None]]) -> None:
+    def __init__(
+        self, app: Callable[[Scope, Receive, Send], Awaitable[None]], lease: ServerLease | None = None
+    ) -> None:
         self._app = app
+        self._lease = lease or ServerLease()
         self._key = hashlib.sha256(key.encode()).digest() if (key := api_key()) else None
         self._incarnation = uuid.uuid4().hex
         self._core: LocalCore | None = None
@@ -72,12 +82,16 @@ class ServerRoutes:
 
     async def _serve(self, scope: Scope, receive: Receive, send: Send) -> None:
         name = scope["path"].removeprefix(PREFIX)
+        run = dict(scope["headers"]).get(RUN_HEADER.lower().encode(), b"").decode("latin-1")
         try:
-            result = await self._call(scope["app"].state.engine_client, scope["method"], name, await _body(receive))
+            llm = scope["app"].state.engine_client
+            result = await self._answer_for(llm, run, scope["method"], name, await _body(receive))
         except _NoRouteError:
             await _answer(send, 404, {"error": f"there is no {scope['method']} {scope['path']}"})
         except CoreDiedError as error:
             await _answer(send, 503, {"error": str(error)})
+        except NotHeldError as error:
+            await _answer(send, 409, {"error": str(error)})
         except ValueError as error:
             await _answer(send, 400, {"error": str(error)})
         except Exception as error:
@@ -86,24 +100,35 @@ class ServerRoutes:
         else:
             await _answer(send, 200, {"result": result})
 
-    async def _call(self, llm: Any, method: str, name: str, body: Mapping[str, Any]) -> Any:
+    async def _answer_for(self, llm: Any, run: str, method: str, name: str, body: Mapping[str, Any]) -> Any:
+        if (method, name) == ("POST", "claim"):
+            return asdict(self._lease.claim(run, _text(body, "who")))
+        if (method, name) == ("POST", "release"):
+            return self._lease.release(run)
         if self._core is None:
             self._core = LocalCore(llm)
-        core = self._core
         if (method, name) == ("GET", "info"):
-            return {"incarnation": self._incarnation, "alive": not llm.errored, **_facts(llm), "stages": core.stages}
-        if method != "POST":
+            return {
+                "incarnation": self._incarnation,
+                "alive": not llm.errored,
+                **_facts(llm),
+                "stages": self._core.stages,
+                "workers": self._core.workers,
+                "yours": self._lease.renew(run),
+                "holder": self._lease.holder,
+            }
+        if method != "POST" or name not in CALLS:
             raise _NoRouteError
-        if name in ("prepare", "pause", "resume", "recompute", "staged"):
-            return await getattr(core, name)()
-        if name == "stage":
-            return await core.stage(_mapping(body, "info"))
+        with self._lease.call(run):
+            return await self._call(self._core, name, body)
+
+    async def _call(self, core: LocalCore, name: str, body: Mapping[str, Any]) -> Any:
+        if name in ("stage", "connect"):
+            return await getattr(core, name)(_mapping(body, "info"))
         if name == "load":
             # One call, so that a trainer that dies in the middle of it leaves no half-loaded model behind.
-            if not isinstance(label := body.get("label"), str):
-                raise ValueError("'label' must be a text")
-            return await core.load(_mapping(body, "info"), label)
-        raise _NoRouteError
+            return await core.load(_mapping(body, "info"), _text(body, "label"))
+        return await getattr(core, name)()
 
 
 def _facts(llm: Any) -> dict[str, Any]:
@@ -123,6 +148,12 @@ def _mapping(body: Mapping[str, Any], key: str) -> Mapping[str, Any]:
     value = body.get(key)
     if not isinstance(value, Mapping):
         raise ValueError(f"{key!r} must be an object")
+    return value
+
+
+def _text(body: Mapping[str, Any], key: str) -> str:
+    if not isinstance(value := body.get(key), str) or len(value) > MOST_TEXT:
+        raise ValueError(f"{key!r} must be a text of at most {MOST_TEXT} characters")
     return value
 
 

@@ -1,9 +1,9 @@
-"""The two ends of the weight path: a publisher in the trainer, a source that an engine loads from."""
+"""The two ends of the weight path: a publisher in the trainer, a source that an engine loads from, or is sent."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 if TYPE_CHECKING:
     import torch
@@ -26,6 +26,42 @@ class WeightSource(Protocol):
 
     def release(self) -> None:
         """Give the buffer back to the publisher; the source must not be read afterwards. Idempotent."""
+        ...
+
+
+class WeightLink(Protocol):
+    """The trainer's end of a connection over which one engine is sent its weights, for as long as that engine lives.
+
+    Both ends have to be at it together: :meth:`open` and :meth:`send` return when the engine has done its part, so they
+    are called from a thread of their own. :meth:`close` ends them from another one.
+    """
+
+    name: str
+    """Unique; goes with everything that the engine is told, so that it can't take one link for another."""
+
+    def init_info(self) -> Mapping[str, Any]:
+        """What the engine needs to join (plain values; whoever knows them could join in its place)."""
+        ...
+
+    def open(self) -> None:
+        """Meet the engine."""
+        ...
+
+    def send(self, source: WeightSource) -> None:
+        """Send a version. Raises where it did not arrive whole."""
+        ...
+
+    def close(self) -> None:
+        """Give up what is going on and free everything; may block for seconds. Idempotent."""
+        ...
+
+
+@runtime_checkable
+class SentSource(WeightSource, Protocol):
+    """Weights that an engine can't fetch: they are sent to it."""
+
+    def link(self, workers: int) -> WeightLink:
+        """A new link to an engine of so many worker processes; good for later versions too."""
         ...
 
 

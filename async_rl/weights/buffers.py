@@ -174,6 +174,10 @@ class BufferedPublisher(ABC):
         with self.lock:
             buffer.version = version
             self._newest = buffer
+        return self.make_source(buffer, version)
+
+    def make_source(self, buffer: Buffer, version: int) -> BufferedSource:
+        """The source of a version that has been written."""
         return BufferedSource(self, buffer, version)
 
     def _spare_buffer(self) -> Buffer:

@@ -10,7 +10,8 @@ from safetensors import SafetensorError, safe_open
 from vllm.distributed.weight_transfer.base import WeightTransferInitInfo, WeightTransferUpdateInfo
 
 from async_rl.weights.file import VERSION_KEY, read_weights
-from async_rl.weights.vllm_loading import LoadingEngine, WeightLoadError
+from async_rl.weights.vllm_loading import LoadingEngine
+from async_rl.weights.vllm_reload import WeightLoadError
 
 
 @dataclass

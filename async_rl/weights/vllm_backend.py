@@ -13,7 +13,8 @@ from vllm.distributed.weight_transfer.base import WeightTransferInitInfo, Weight
 
 from async_rl.weights.buffers import DATA_OFFSET, ManifestEntry
 from async_rl.weights.shared_memory import HEADER, MAGIC, tensor_view
-from async_rl.weights.vllm_loading import LoadingEngine, WeightLoadError
+from async_rl.weights.vllm_loading import LoadingEngine
+from async_rl.weights.vllm_reload import WeightLoadError
 
 
 @dataclass

@@ -1,4 +1,4 @@
-"""LoadingEngine: what the vLLM side of every weight path of ours shares: check, stage, load, complete or not at all."""
+"""LoadingEngine: the vLLM side of the weight paths whose weights lie ready to be read: check, stage, load."""
 
 from __future__ import annotations
 
@@ -8,32 +8,21 @@ from functools import cached_property
 from typing import Any
 
 import torch
-from vllm.distributed.weight_transfer.base import WeightTransferEngine
-from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
-from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
-from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 
 from async_rl.weights.staging import WeightStager
 from async_rl.weights.vllm_plugin import CORES_VARIABLE
+from async_rl.weights.vllm_reload import ReloadingEngine, WeightLoadError
 
 
-class WeightLoadError(RuntimeError):
-    """The published weights can't be loaded: they are gone, torn, or do not fit the model."""
-
-
-class LoadingEngine(WeightTransferEngine):  # type: ignore[misc]
+class LoadingEngine(ReloadingEngine):
     """Loads a whole model from tensors that are there to be read.
 
-    Everything that can be checked is checked before the model is touched; a load that fails later leaves the model
-    unusable, and the engine that asked for it must not be used any more.
+    Everything that can be checked is checked before the model is touched.
     """
-
-    supports_draft_weight_update = False
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._loaded: dict[str, tuple[int, ...]] = {}  # name and shape of what a complete load consists of
-        self._tied: list[Any] = []
         self._staged_version: int | None = None
 
     @abstractmethod
@@ -56,9 +45,6 @@ class LoadingEngine(WeightTransferEngine):  # type: ignore[misc]
 
     def init_transfer_engine(self, init_info: Any) -> None:
         """Nothing to prepare."""
-
-    def start_weight_update(self) -> None:
-        """The reload starts in :meth:`receive_weights`, once the weights have been checked."""
 
     def stage(self, update_info: Any) -> bool:
         """Begin to prepare a version in the background; ``False`` where only :meth:`receive_weights` can load it.
@@ -91,10 +77,12 @@ class LoadingEngine(WeightTransferEngine):  # type: ignore[misc]
             if self._staged_version != update_info.version or not self.stager.ready():
                 raise WeightLoadError(f"version {self._staged_version} is staged, {update_info.version} was asked for")
             return
-        initialize_layerwise_reload(self.model)
-        self.model.load_weights(weights)
-        self._tied = _check_complete(self.model)
-        self.check_intact(update_info)
+
+        def load() -> None:
+            self.model.load_weights(weights)
+            self.check_intact(update_info)
+
+        self.reload(load)
         self._loaded = {name: tuple(tensor.shape) for name, tensor in weights}
 
     def finish_weight_update(self) -> None:
@@ -103,43 +91,4 @@ class LoadingEngine(WeightTransferEngine):  # type: ignore[misc]
             self._staged_version = None
             self.stager.swap()
             return
-        finalize_layerwise_reload(self.model, self.model_config)
-        for layer in self._tied:
-            # On CPU the output projection keeps a prepacked copy of its weight. With tied embeddings the reload sees
-            # the weight only in the input embedding and leaves that copy as it was, without a word.
-            if hasattr(layer, "cpu_linear"):
-                layer.quant_method.process_weights_after_loading(layer)
-
-
-def _check_complete(model: torch.nn.Module) -> list[Any]:
-    """Every parameter must have been loaded whole, or share its storage with one that was (tied weights).
-
-    Returns:
-        The layers with tied weights, which a reload passes over.
-    """
-    loaded_storages: set[int] = set()
-    unloaded: list[tuple[str, int]] = []
-    tied: list[Any] = []
-    for layer_name, layer in model.named_modules():
-        info = get_layerwise_info(layer)
-        if not info.can_load():  # loaded and put in place
-            loaded_storages.update(p.data_ptr() for p in layer.parameters(recurse=False) if p.numel())
-            continue
-        parameters = info.kernel_tensors[0] if info.kernel_tensors is not None else {}
-        wanted = sum(p.numel() for p in info.restore_metadata[0].values())
-        # A vocabulary padded to a round size is never loaded to the last row.
-        whole = info.load_numel >= wanted or (isinstance(layer, VocabParallelEmbedding) and info.load_numel > 0)
-        if not whole:
-            tied.append(layer)
-        for name, parameter in parameters.items():
-            if whole and parameter.numel():
-                loaded_storages.add(parameter.data_ptr())
-            elif not whole:
-                unloaded.append((f"{layer_name}.{name}", parameter.data_ptr() if parameter.numel() else 0))
-    absent = [name for name, storage in unloaded if not storage or storage not in loaded_storages]
-    if absent:
-        raise WeightLoadError(
-            f"{len(absent)} parameters of the engine's model were not, or only partly, in the published weights, for"
-            f" example {absent[0]!r}: publish every parameter under its Hugging Face name"
-        )
-    return tied
+        super().finish_weight_update()

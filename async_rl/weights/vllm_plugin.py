@@ -23,11 +23,12 @@ def register() -> None:
     """Entry point of the group ``vllm.general_plugins``. Called once or more in every process of a vLLM engine."""
     from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 
-    from async_rl.weights import file, shared_memory
+    from async_rl.weights import file, nccl, shared_memory
 
     for backend, module, name in (
         (shared_memory.BACKEND, "async_rl.weights.vllm_backend", "SharedMemoryWeightTransferEngine"),
         (file.BACKEND, "async_rl.weights.file_backend", "FileWeightTransferEngine"),
+        (nccl.BACKEND, "async_rl.weights.nccl_backend", "NcclWeightTransferEngine"),
     ):
         if backend not in WeightTransferEngineFactory._registry:
             WeightTransferEngineFactory.register_engine(backend, module, name)

@@ -5,10 +5,14 @@ from __future__ import annotations
 import asyncio
 import json
 import math
+import os
+import socket
 import threading
 import time
 import uuid
 from collections.abc import Iterator
+from dataclasses import asdict
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -17,6 +21,7 @@ from aiohttp import web
 from async_rl.engines.base import EngineDiedError, EngineError, GenerationRequest, SamplingParams
 from async_rl.engines.vllm_server import VLLMServerEngine, vllm_servers
 from async_rl.engines.vllm_server_address import KEY_VARIABLE
+from async_rl.engines.vllm_server_lease import LEASE_S, RUN_HEADER, NotHeldError, ServerLease
 
 FACTS = {
     "alive": True,
@@ -24,6 +29,7 @@ FACTS = {
     "dtype": "float32",
     "weight_backend": "async_rl_file",
     "stages": True,
+    "workers": 1,
     "logprobs_mode": "processed_logprobs",
     "max_model_len": 512,
 }
@@ -51,6 +57,8 @@ class FakeServer:
     def start(self) -> None:
         """Serve; again on the same port after :meth:`kill`, as a server that was started again."""
         self.facts["incarnation"] = uuid.uuid4().hex
+        self.now_s = 0.0
+        self.lease = ServerLease(lambda: self.now_s)
         self.loop = asyncio.new_event_loop()
         ready = threading.Event()
         self._thread = threading.Thread(target=self._run, args=(ready,), daemon=True)
@@ -89,10 +97,22 @@ class FakeServer:
             return web.json_response({"error": "key"}, status=401)
         if not self.facts["model"]:
             return web.json_response({"detail": "Not Found"}, status=404)
-        return web.json_response({"result": self.facts})
+        yours = self.lease.renew(request.headers[RUN_HEADER])
+        return web.json_response({"result": {**self.facts, "yours": yours, "holder": self.lease.holder}})
 
     async def _call(self, request: web.Request) -> web.Response:
-        name, body = request.match_info["name"], await request.json()
+        name, body, run = request.match_info["name"], await request.json(), request.headers[RUN_HEADER]
+        if name == "claim":
+            return web.json_response({"result": asdict(self.lease.claim(run, body["who"]))})
+        if name == "release":
+            return web.json_response({"result": self.lease.release(run)})
+        try:
+            with self.lease.call(run):
+                return await self._held_call(name, body)
+        except NotHeldError as error:
+            return web.json_response({"error": str(error)}, status=409)
+
+    async def _held_call(self, name: str, body: dict) -> web.Response:
         self.calls.append(name)
         if name == "load":
             self.bodies.append(body)
@@ -184,6 +204,7 @@ def test_tokens_go_in_and_come_out_with_the_servers_stamps(server: FakeServer, e
         "logprobs": 0, "detokenize": True, "stream_interval": 1 << 30,
     }  # fmt: skip
     assert engine.stats().generated_tokens == 3
+    assert engine.max_context == FACTS["max_model_len"]
     assert asyncio.run(engine.score((5, 6, 7))) == [-0.5, -0.5]
 
 
@@ -306,7 +327,79 @@ def test_a_server_that_came_back_between_two_requests_is_told_by_its_stamp(
         asyncio.run(engine.generate(request()))
 
 
-def test_a_second_run_on_the_same_server_is_an_error(server: FakeServer, engine: VLLMServerEngine):
+def another(server: FakeServer, patience_s: float = PATIENCE_S, **arguments) -> VLLMServerEngine:
+    return VLLMServerEngine(
+        server.url, weights_dir="w2", dtype="float32", name="server-1", start_timeout_s=patience_s, **arguments
+    )
+
+
+def test_a_second_run_is_refused_before_it_changes_anything(server: FakeServer, engine: VLLMServerEngine, caplog):
+    server.calls.clear()
+    newcomer, began_s = another(server), time.monotonic()
+    with caplog.at_level("INFO", logger="async_rl"), pytest.raises(EngineError) as error:
+        asyncio.run(newcomer.start())
+    assert 0.5 < time.monotonic() - began_s < 5  # two signs of life, not a whole lease
+    asyncio.run(newcomer.close())
+    message = str(error.value)
+    assert message.startswith(f"engine server-1: the server at {server.url} is in use by another run (")
+    assert f"{Path('w').absolute()}, process {os.getpid()} on {socket.gethostname()}" in message
+    assert "stop it; or start a server for this one" in message
+    assert engine._run not in message + caplog.text
+    assert "looking whether that one still lives" in caplog.text
+    assert server.calls == []
+    assert engine.died is None
+    assert asyncio.run(engine.generate(request())).token_ids == [11, 12, 13]
+
+
+def test_a_run_that_ended_leaves_the_server_free(server: FakeServer, engine: VLLMServerEngine):
+    asyncio.run(engine.close())
+    newcomer = another(server, patience_s=0.0, run_dir="runs/one")
+    asyncio.run(newcomer.start())
+    assert server.lease.holder.startswith(str(Path("runs/one").absolute()))
+    asyncio.run(newcomer.close())
+    assert server.lease.holder == ""
+
+
+def test_the_server_of_a_killed_run_is_waited_for_until_its_lease_runs_out(server: FakeServer, caplog):
+    assert server.lease.claim("killed", "a killed run").granted
+    newcomer = another(server)
+    threading.Timer(1.0, lambda: server.lease.renew("killed")).start()  # the question it had under way
+    threading.Timer(1.5, lambda: setattr(server, "now_s", LEASE_S)).start()
+    with caplog.at_level("INFO", logger="async_rl"):
+        asyncio.run(newcomer.start())
+    assert "(a killed run)" in caplog.text
+    assert server.lease.holder != "a killed run"
+    asyncio.run(newcomer.close())
+
+
+def test_without_the_time_to_wait_a_killed_run_is_named_with_what_is_known_of_it(server: FakeServer):
+    server.lease.claim("killed", "a killed run")
+    server.now_s = 3.0
+    with pytest.raises(EngineError, match=r"\(a killed run, last heard of 3 s ago\).* loses it after 20 s"):
+        asyncio.run(another(server, patience_s=0.0).start())
+
+
+@pytest.mark.parametrize("asked", [False, True])
+def test_a_run_that_was_stopped_for_long_learns_that_its_server_has_gone_to_another(
+    server: FakeServer, engine: VLLMServerEngine, asked: bool
+):
+    server.now_s += LEASE_S
+    assert server.lease.claim("b", "run B").granted
+    if asked:  # before its own question tells it
+        with pytest.raises(EngineDiedError, match=r"run B"):
+            asyncio.run(engine.load_weights(1, source(1)))
+    else:
+        assert f"{server.url} has been given to another run (run B)" in str(wait_for_death(engine))
+    assert server.calls.count("load") == 1
+    server.lease.release("b")
+    asyncio.run(engine.close())
+    asyncio.run(engine.start())  # as the control plane does, every second
+    asyncio.run(engine.load_weights(1, source(1)))
+
+
+def test_tokens_of_another_runs_weights_are_an_error_whatever_the_lease_says(
+    server: FakeServer, engine: VLLMServerEngine
+):
     server.label = "deadbeef-0"
     with pytest.raises(EngineError, match="another run loads its weights") as error:
         asyncio.run(engine.generate(request()))

@@ -13,7 +13,8 @@ pytest.importorskip("vllm")
 
 from async_rl.engines import vllm_server_routes
 from async_rl.engines.vllm_server_address import KEY_VARIABLE
-from async_rl.engines.vllm_server_routes import ServerRoutes
+from async_rl.engines.vllm_server_lease import LEASE_S, RUN_HEADER, ServerLease
+from async_rl.engines.vllm_server_routes import CALLS, ServerRoutes
 
 SECRET = "hunter2-hunter2"
 LOCAL, ELSEWHERE = ("127.0.0.1", 5), ("10.0.0.9", 5)
@@ -35,7 +36,7 @@ class FakeLLM:
                 model="m", dtype="torch.float32", logprobs_mode="p", generation_config="vllm", max_model_len=9
             ),
             weight_transfer_config=SimpleNamespace(backend="async_rl_file"),
-            parallel_config=SimpleNamespace(worker_extension_cls="x.StagingExtension"),
+            parallel_config=SimpleNamespace(worker_extension_cls="x.StagingExtension", world_size_across_dp=2),
         )
         for name in ("init_weight_transfer_engine", "get_supported_tasks", "start_weight_update", "update_weights"):
             setattr(self, name, self._note(name))
@@ -64,6 +65,7 @@ def ask(
     *,
     client: Any = LOCAL,
     key: str = "",
+    run: str = "mine",
     llm: Any = None,
     raw: bytes | None = None,
 ) -> tuple[int, Any]:
@@ -79,7 +81,8 @@ def ask(
     async def send(message: dict) -> None:
         sent.append(message)
 
-    headers = [(b"authorization", f"Bearer {key}".encode())] if key else []
+    headers = [(RUN_HEADER.lower().encode(), run.encode())]
+    headers += [(b"authorization", f"Bearer {key}".encode())] if key else []
     app = SimpleNamespace(state=SimpleNamespace(engine_client=llm or FakeLLM()))
     scope = {"type": "http", "method": method, "path": path, "headers": headers, "client": client, "app": app}
     asyncio.run(routes(scope, receive, send))
@@ -91,10 +94,18 @@ async def vllms_own(scope: Any, receive: Any, send: Any) -> None:
     await send({"type": "http.response.body", "body": b""})
 
 
+def claim(routes: ServerRoutes, run: str) -> dict[str, Any]:
+    status, content = ask(routes, "POST", "/async_rl/claim", {"who": f"run {run}"}, run=run)
+    assert status == 200
+    return content["result"]
+
+
 @pytest.fixture
 def open_routes(monkeypatch: pytest.MonkeyPatch) -> ServerRoutes:
     monkeypatch.delenv(KEY_VARIABLE, raising=False)
-    return ServerRoutes(vllms_own)
+    routes = ServerRoutes(vllms_own)
+    assert claim(routes, "mine")["granted"]
+    return routes
 
 
 @pytest.mark.parametrize("path", ["/async_rl/info", "/inference/v1/generate", "/v1/models", "/metrics", "/anything"])
@@ -134,11 +145,20 @@ def test_facts(open_routes):
     status, content = ask(open_routes, "GET", "/async_rl/info")
     facts = content["result"]
     assert status == 200
-    assert {k: facts[k] for k in ("alive", "dtype", "weight_backend", "stages", "max_model_len")} == {
-        "alive": True, "dtype": "float32", "weight_backend": "async_rl_file", "stages": True, "max_model_len": 9,
+    assert {k: facts[k] for k in ("alive", "dtype", "weight_backend", "stages", "workers", "max_model_len")} == {
+        "alive": True, "dtype": "float32", "weight_backend": "async_rl_file", "stages": True, "workers": 2,
+        "max_model_len": 9,
     }  # fmt: skip
     assert ask(open_routes, "GET", "/async_rl/info")[1]["result"]["incarnation"] == facts["incarnation"]
     assert ask(ServerRoutes(vllms_own), "GET", "/async_rl/info")[1]["result"]["incarnation"] != facts["incarnation"]
+
+
+def test_a_link_is_joined_by_every_worker(open_routes):
+    llm = FakeLLM()
+    info = {"link": "a", "world_size": 3}
+    assert ask(open_routes, "POST", "/async_rl/connect", {"info": info}, llm=llm) == (200, {"result": None})
+    assert llm.names() == ["init_weight_transfer_engine"]
+    assert llm.calls[0][1][0].init_info == info
 
 
 def test_a_load_is_one_call_and_carries_the_label(open_routes):
@@ -166,6 +186,7 @@ def test_a_load_is_one_call_and_carries_the_label(open_routes):
         ("POST", "/async_rl/load", b'{"label": "x"}', 400),
         ("POST", "/async_rl/load", b'{"info": {}}', 400),
         ("POST", "/async_rl/stage", b'{"info": 3}', 400),
+        ("POST", "/async_rl/connect", b'{"info": "x"}', 400),
         ("POST", "/async_rl/stage", b'{"info": {' + b" " * 100 + b"}}", 400),
     ],
 )
@@ -176,6 +197,45 @@ def test_what_is_not_a_route_or_not_json_is_refused(open_routes, monkeypatch, me
     assert answered == status
     assert content["error"]
     assert llm.calls == []
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_what_a_run_does_not_have_it_can_not_change(open_routes, name):
+    llm, body = FakeLLM(), {"info": {"path": "x"}, "label": "t-3"}
+    for run in ("other", ""):
+        status, content = ask(open_routes, "POST", f"/async_rl/{name}", body, run=run, llm=llm)
+        assert (status, content) == (409, {"error": "it is in use by another run (run mine)"})
+    assert llm.calls == []
+    assert ask(open_routes, "POST", "/async_rl/release", {})[0] == 200
+    assert ask(open_routes, "POST", f"/async_rl/{name}", body, llm=llm)[0] == 409
+    assert llm.calls == []
+
+
+def test_the_question_how_the_server_is_renews_the_lease_of_the_run_that_asks(monkeypatch):
+    monkeypatch.delenv(KEY_VARIABLE, raising=False)
+    now_s = [0.0]
+    routes = ServerRoutes(vllms_own, ServerLease(lambda: now_s[0]))
+
+    def info(run: str) -> tuple[bool, str]:
+        facts = ask(routes, "GET", "/async_rl/info", run=run)[1]["result"]
+        return facts["yours"], facts["holder"]
+
+    assert info("a") == (False, "")
+    assert claim(routes, "a")["granted"]
+    for _ in range(3):
+        now_s[0] += LEASE_S - 1
+        assert info("a") == (True, "run a")
+    refused = claim(routes, "b")
+    assert (refused["granted"], refused["holder"], refused["renewals"]) == (False, "run a", 3)
+    now_s[0] += LEASE_S
+    assert info("b") == (False, "run a")  # asks, and is no sign of life of the other
+    assert claim(routes, "b")["granted"]
+    assert info("a") == (False, "run b")
+
+
+@pytest.mark.parametrize("body", [{}, {"who": 3}, {"who": "x" * 5000}])
+def test_a_claim_says_who_wants_the_server(open_routes, body):
+    assert ask(open_routes, "POST", "/async_rl/claim", body, run="other")[0] == 400
 
 
 def test_errors_tell_death_from_failure(open_routes):
