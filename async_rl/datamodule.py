@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from lightning.pytorch import LightningDataModule
 from typing_extensions import override
 
+from async_rl.arguments import refuse_impossible
 from async_rl.engines.base import Engine, SamplingParams
 from async_rl.environments.base import Environment, by_name
 from async_rl.environments.budget import BudgetLimits
@@ -118,8 +119,7 @@ class RolloutDataModule(LightningDataModule):
             is enough: ``{"min_sequences": 64, "min_tokens": 131072}``.
 
     Raises:
-        ValueError: a limit leaves nothing, ``template_rewrite`` is unknown, or two engines share a name; the message
-            names it.
+        ValueError: a value is impossible, or two engines share a name; names the argument and what is possible.
     """
 
     def __init__(
@@ -157,6 +157,7 @@ class RolloutDataModule(LightningDataModule):
         max_engine_restarts: int = 3,
         forward_backward_batch: Literal["auto", "off"] | Mapping[str, Any] = "auto",
     ) -> None:
+        refuse_impossible("RolloutDataModule", locals())
         super().__init__()
         self.environments = by_name(environment)
         self.engines = _list_of(engine)
@@ -185,8 +186,6 @@ class RolloutDataModule(LightningDataModule):
         self.rollout_timeout_s = rollout_timeout_s
         self.reward_timeout_s = reward_timeout_s
         self.limits = BudgetLimits(max_turns, max_generated_tokens, max_context)
-        if template_rewrite not in ("refuse", "split"):
-            raise ValueError(f'RolloutDataModule: template_rewrite={template_rewrite!r}; give "refuse" or "split"')
         self.template_rewrite = template_rewrite
         self.rollout_threads = rollout_threads
         self.filter_zero_variance = filter_zero_variance

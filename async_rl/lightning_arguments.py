@@ -7,13 +7,17 @@ from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
-from lightning.pytorch.loggers import TensorBoardLogger
+from lightning.pytorch.callbacks import ProgressBar
+from lightning.pytorch.loggers import Logger, TensorBoardLogger
 
 from async_rl.callbacks.checkpoint import RunCheckpoint
 from async_rl.callbacks.drain import DrainCallback
 from async_rl.callbacks.empty_batch_guard import EmptyBatchGuard
+from async_rl.callbacks.progress import RunProgress
 from async_rl.callbacks.resume import ResumeVersionRecovery
 from async_rl.callbacks.run_loop import RunLoop
+from async_rl.callbacks.summary import RunSummary
+from async_rl.jsonl_logger import JsonlLogger
 
 _VERSIONS = "max_steps and eval_every, which count policy versions"
 _OURS = {
@@ -35,6 +39,7 @@ def lightning_arguments(
     evaluates: bool,
     run_dir: Path,
     callbacks: Sequence[pl.Callback] | pl.Callback | None,
+    default_callbacks: bool,
     logger: Any,
     make_checkpoint: Callable[[], RunCheckpoint],
 ) -> dict[str, Any]:
@@ -47,7 +52,8 @@ def lightning_arguments(
         evaluates: Whether anything is ever evaluated.
         run_dir: Where logs go.
         callbacks: The user's.
-        logger: The user's; ``None``: TensorBoard.
+        default_callbacks: Whether to add those of our own that ``callbacks`` holds none of.
+        logger: The user's; ``None`` or ``True``: TensorBoard and ``metrics.jsonl``.
         make_checkpoint: Makes the callback that saves checkpoints, where the user gave none and wants some.
 
     Raises:
@@ -57,18 +63,23 @@ def lightning_arguments(
         if key in given:
             raise ValueError(f"AsyncRLTrainer: {key}={given[key]!r} has no meaning here; use {use}")
     callbacks = [callbacks] if isinstance(callbacks, pl.Callback) else list(callbacks or [])
-    for default in (DrainCallback, EmptyBatchGuard, ResumeVersionRecovery):
-        if not any(isinstance(c, default) for c in callbacks):
-            callbacks.append(default())
+    has_bar = any(isinstance(c, ProgressBar) for c in callbacks)
+    shows = given.get("enable_progress_bar", True)
+    if default_callbacks:
+        ours: list[pl.Callback] = [DrainCallback(), EmptyBatchGuard(), ResumeVersionRecovery()]
+        ours.insert(0, RunSummary(show=shows))
+        if shows and not has_bar:
+            ours.insert(0, RunProgress())  # before the summary, whose table comes when the live line is gone
+        callbacks += [c for c in ours if not any(isinstance(theirs, type(c)) for theirs in callbacks)]
     if given.get("enable_checkpointing", True) and not any(isinstance(c, RunCheckpoint) for c in callbacks):
         callbacks.append(make_checkpoint())
     return {
         "enable_checkpointing": True,
         "devices": 1,
         "log_every_n_steps": 1,
-        "enable_progress_bar": False,
         "enable_model_summary": False,
         **given,
+        "enable_progress_bar": has_bar and shows,  # ours is a callback, Lightning's are left to who wants one
         "max_steps": max_steps,
         "max_epochs": -1,
         "num_sanity_val_steps": 0,
@@ -76,6 +87,10 @@ def lightning_arguments(
         "check_val_every_n_epoch": None,
         "limit_val_batches": None if evaluates else 0,
         "callbacks": [RunLoop(), *callbacks],
-        "logger": TensorBoardLogger(run_dir, name="", version="tensorboard") if logger is None else logger,
+        "logger": _default_loggers(run_dir) if logger is None or logger is True else logger,
         "default_root_dir": run_dir,
     }
+
+
+def _default_loggers(run_dir: Path) -> list[Logger]:
+    return [TensorBoardLogger(run_dir, name="", version="tensorboard"), JsonlLogger(run_dir / "metrics.jsonl")]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import re
 import sys
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
@@ -24,10 +25,11 @@ from async_rl.config import Component, ConfigError, RunConfig, optimizer_extras
 from async_rl.console import messages, print_error
 from async_rl.earlier_config import CONFIG, continued, earlier_choices
 from async_rl.hub import SourceNotFoundError
+from async_rl.resume_rules import DATABASE
 from async_rl.run_end import EXIT_CONFIG, EXIT_ERROR, EXIT_FINISHED, EXIT_INTERRUPTED
 from async_rl.run_record import RunRecord, claim_directory
 from async_rl.signals import terminating_interrupts
-from async_rl.targets import parameters_of
+from async_rl.targets import parameters_of, refused_by
 from async_rl.types import SettingError
 
 if TYPE_CHECKING:
@@ -49,6 +51,7 @@ def main() -> int:
     overrides = [argument for argument in command[1:] if "=" in argument]
     try:
         compose.register()
+        compose.check_choices(overrides)
         sys.argv = [*command, *earlier_choices(overrides, compose.recipe_files())]
         with _whole_hydra_errors():
             hydra.main(version_base="1.3", config_path=str(compose.CONF), config_name="config")(
@@ -74,7 +77,7 @@ def _job(config: DictConfig, command: Sequence[str]) -> int:
     try:
         settings = continued(config, hydra_config.overrides.task, choices)
         checked = compose.check_continued(settings, hydra_config.overrides.task, choices)
-        claim_directory(checked)
+        lock = claim_directory(checked)
     except ConfigError as error:
         compose.report(str(error))
         return EXIT_CONFIG
@@ -92,12 +95,15 @@ def _job(config: DictConfig, command: Sequence[str]) -> int:
             code, reason = _train(checked, choices, record)
     except KeyboardInterrupt:
         reason = "interrupted before training"
-        print("interrupted before training", file=sys.stderr)
-        raise SystemExit(EXIT_ERROR) from None
+        if (Path(checked.run_dir) / DATABASE).exists():  # of an earlier process: a resume still works
+            code = EXIT_INTERRUPTED
+        print(reason, file=sys.stderr)
+        raise SystemExit(code) from None
     finally:
         record.finish(reason, code)
         if code == EXIT_CONFIG and before is not None:
             config_file.write_bytes(before)  # the refused one must not be what the next resume goes on with
+        lock.release()
     if code == EXIT_INTERRUPTED and sweep:
         raise SystemExit(code)  # the rest of the sweep is not wanted either
     return code
@@ -116,9 +122,6 @@ def _train(config: RunConfig, choices: Mapping[str, Any], record: RunRecord) -> 
         log.debug("while building", exc_info=error)
         compose.report(refusal)
         return EXIT_CONFIG, refusal
-    from async_rl.callbacks.summary import RunSummary
-
-    trainer.shutdown.before_exit.append(lambda what: record.finish(f"forced: {what}", EXIT_ERROR))
     try:
         trainer.fit(policy, datamodule=datamodule)
     except SettingError as error:
@@ -126,16 +129,14 @@ def _train(config: RunConfig, choices: Mapping[str, Any], record: RunRecord) -> 
         return EXIT_CONFIG, str(error)
     except Exception as error:
         return EXIT_ERROR, print_error(error)
-    finally:
-        summary = next((c.figures for c in trainer.callbacks if isinstance(c, RunSummary)), {})
-        record.add_results(trainer.evaluations, summary)
     return trainer.end.exit_code, trainer.end.reason
 
 
 def _refusal(error: Exception) -> str | None:
     """The message with which a constructor refused what the config gives it, or ``None`` for any other error."""
     if isinstance(error, InstantiationException) and isinstance(error.__cause__, ValueError | TypeError):
-        return f"{error.__cause__}\n{str(error).strip().splitlines()[-1]}"
+        target = re.search(r"'([\w.]+)'", str(error))
+        return refused_by(target[1], error.__cause__) if target else str(error.__cause__)
     return str(error) if isinstance(error, ValueError) else None
 
 
@@ -164,7 +165,7 @@ def build(
     datamodule = None  # a replay brings its own
     if config.replay is None:
         datamodule = _build_datamodule(config, environment, str(model.path))
-    return _build_trainer(config), _build_policy(config, model), datamodule
+    return _build_trainer(config, record), _build_policy(config, model), datamodule
 
 
 def _warm_up(config: RunConfig, model: ResolvedModel, environment: Any) -> ResolvedModel:
@@ -224,7 +225,6 @@ def _build_datamodule(config: RunConfig, environment: Any, model: str) -> Rollou
         return SamplingParams(**{**asdict(section), "stop": tuple(section.stop)})
 
     rollout = {name: value for name, value in asdict(config.rollout).items() if name != "sampling"}
-    rollout["max_context"] = config.rollout.max_context or config.engine.get("max_model_len")
     return RolloutDataModule(
         environment,
         _build_engines(config.engine, model),
@@ -276,7 +276,7 @@ def _try_optimizer(make_optimizer: Any) -> None:
         raise ValueError(f"optimizer: {type(error).__name__}: {error}") from error
 
 
-def _build_trainer(config: RunConfig) -> AsyncRLTrainer:
+def _build_trainer(config: RunConfig, record: RunRecord) -> AsyncRLTrainer:
     from async_rl.trainer import AsyncRLTrainer
 
     def all_of(section: Mapping[str, Component | None]) -> list[Any]:
@@ -304,6 +304,8 @@ def _build_trainer(config: RunConfig) -> AsyncRLTrainer:
         stall_timeout_s=config.run.stall_timeout_s,
         shutdown_timeout_s=config.run.shutdown_timeout_s,
         callbacks=all_of(config.callbacks),
+        default_callbacks=False,  # the config names them, and what it leaves out is not wanted
+        record=record,
         logger=all_of(config.logger),
         accelerator=config.hardware.accelerator,
         devices=config.hardware.devices,
@@ -314,18 +316,19 @@ def _build_trainer(config: RunConfig) -> AsyncRLTrainer:
 
 def _facts(config: RunConfig, choices: Mapping[str, Any], model: ResolvedModel, environment: Any) -> dict[str, str]:
     """What the header shows and run.json keeps."""
+    from async_rl.replay import RunToReplay
+
+    replayed = None if config.replay is None else RunToReplay.read(config.replay)
     return {
         "recipe": f"{compose.recipe_name(choices)}, seed {config.seed}",
         "model": f"{model.name}, {model.source}" + (f"; {_call(config.model.warm_up)}" if config.model.warm_up else ""),
-        **(
-            _sources(config, choices, environment)
-            if config.replay is None
-            else {"data": f"recorded in {config.replay}"}
-        ),
+        **(_sources(config, choices, environment) if replayed is None else {"data": f"recorded in {config.replay}"}),
         "device": f"{config.hardware.accelerator}, {os.cpu_count()} cores, {config.hardware.precision}",
         "steps": (
             f"{config.max_steps} of {config.batch_size} x {config.group_size} rollouts, "
             f"max_staleness {config.max_staleness}, admit_ahead {config.effective_admit_ahead}"
+            if replayed is None
+            else replayed.described(config.max_steps)
         ),
         "results": config.run_dir,
     }

@@ -4,8 +4,14 @@ from __future__ import annotations
 
 import os
 from collections.abc import Collection, Mapping
+from pathlib import Path
 from typing import Any
 
+from async_rl.orchestrator.ledger_reader import holds_groups
+from async_rl.types import SettingError
+
+DATABASE = "run.db"
+"""What a run recorded of its groups and batches, in its directory."""
 MEANING = (
     "model.name_or_path",
     "model.revision",
@@ -43,6 +49,28 @@ def check_arguments(resume: bool, resume_allow: Collection[str], replay: str | o
         raise ValueError(f"resume_allow={list(resume_allow)} without resume=True has no effect; remove it")
     if resume and replay is not None:
         raise ValueError(f"replay={os.fspath(replay)!r} with resume=True: a replay starts at version 0; remove one")
+
+
+def check_directory(run_dir: Path, resume: bool, checkpoint: str | os.PathLike[str] | None) -> None:
+    """Refuse to resume where there is no record, and to begin a run where there is one: both would be mixed up.
+
+    Args:
+        run_dir: Where the run is to write.
+        resume: Go on with the run there.
+        checkpoint: What it is told to start from; ``None``: the model, or as ``resume`` says.
+
+    Raises:
+        FileNotFoundError: there is nothing to resume.
+        SettingError: there is the record of another run.
+    """
+    record = run_dir / DATABASE
+    if resume and not record.exists():
+        raise FileNotFoundError(f"resume: {run_dir} holds no record of a run; start without resume")
+    if not resume and checkpoint is None and holds_groups(record):
+        raise SettingError(
+            f"run_dir={run_dir} holds the record of an earlier run: go on with it (resume=True), or give another "
+            "run_dir"
+        )
 
 
 def refusal(

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass
+from pathlib import Path
+
+log = logging.getLogger(__name__)
 
 EXIT_FINISHED = 0
 EXIT_ERROR = 1
@@ -12,7 +16,7 @@ EXIT_CONFIG = 2
 EXIT_GUARD = 3
 """A guard stopped a run that could not get any better."""
 EXIT_INTERRUPTED = 75
-"""SIGINT or SIGTERM, and there is a checkpoint to go on from (the code for "try again later")."""
+"""SIGINT or SIGTERM, and there is a record to go on from with ``resume`` (the code for "try again later")."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,3 +25,14 @@ class RunEnd:
 
     reason: str
     exit_code: int
+
+
+def announce(end: RunEnd, run_dir: Path) -> None:
+    """Say why a run ended early, and how to go on with it; nothing of one that finished."""
+    if end.exit_code == EXIT_INTERRUPTED:
+        log.warning(
+            "%s; go on with resume=true run_dir=%s, in Python with AsyncRLTrainer(..., resume=True)",
+            *(end.reason, run_dir),
+        )
+    elif end.exit_code != EXIT_FINISHED:
+        log.error("the run was stopped: %s", end.reason)

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import datetime
+import functools
 import importlib.metadata
 import json
 import logging
+import os
 import platform
 import shutil
 import subprocess
@@ -15,12 +17,14 @@ from typing import Any
 
 from async_rl.config import ConfigError, Problem, RunConfig
 from async_rl.durable import durable_file
+from async_rl.resume_rules import DATABASE
+from async_rl.run_lock import LOCK, RunLock
+from async_rl.strict_json import strict_json
+from async_rl.types import SettingError
 
 log = logging.getLogger(__name__)
 
 RECORD = "run.json"
-DATABASE = "run.db"
-"""What the run recorded of its groups and batches."""
 PACKAGES = (
     "async-rl",
     "torch",
@@ -35,18 +39,22 @@ PACKAGES = (
 )
 
 
-def claim_directory(config: RunConfig) -> None:
-    """Make the run directory, refusing one that is in use.
+def claim_directory(config: RunConfig) -> RunLock:
+    """Make the run directory and take it for this process, refusing one that is in use.
+
+    Returns:
+        What holds the directory; to be released when the run has ended.
 
     Raises:
-        ConfigError: it holds something and neither ``resume`` nor ``overwrite`` is set; ``overwrite`` would delete
-            something that is no run, or the run that is to be replayed; or ``resume`` or ``replay`` finds nothing.
+        ConfigError: it holds something and neither ``resume`` nor ``overwrite`` is set; another process is using it;
+            ``overwrite`` would delete something that is no run, or the run that is to be replayed; or ``resume`` or
+            ``replay`` finds nothing.
     """
     directory = Path(config.run_dir)
     if config.replay is not None:
         _check_replay(Path(config.replay), directory)
     existed = directory.exists()
-    used = existed and (not directory.is_dir() or any(directory.iterdir()))
+    used = existed and (not directory.is_dir() or any(entry.name != LOCK for entry in directory.iterdir()))
     is_run = (directory / RECORD).is_file()
     if config.resume and not is_run:
         raise ConfigError(
@@ -66,7 +74,6 @@ def claim_directory(config: RunConfig) -> None:
                     )
                 ]
             )
-        shutil.rmtree(directory)
     elif used and not config.resume:
         raise ConfigError(
             [
@@ -80,9 +87,24 @@ def claim_directory(config: RunConfig) -> None:
     try:
         directory.parent.mkdir(parents=True, exist_ok=True)
         # Where there was nothing, a directory that is there now belongs to a run that was faster.
-        directory.mkdir(exist_ok=existed and not config.overwrite)
+        directory.mkdir(exist_ok=existed)
+        lock = RunLock(directory)
+    except SettingError as error:
+        raise ConfigError([Problem("", str(error))]) from error
     except OSError as error:
         raise ConfigError([Problem("run_dir", f"{directory} can't be made: {error.strerror}")]) from error
+    if used and config.overwrite:
+        _clear(directory)
+    return lock
+
+
+def _clear(directory: Path) -> None:
+    """Remove everything in a run directory but its lock, which this process holds."""
+    for entry in directory.iterdir():
+        if entry.is_dir() and not entry.is_symlink():
+            shutil.rmtree(entry)
+        elif entry.name != LOCK:
+            entry.unlink()
 
 
 def _check_replay(replayed: Path, directory: Path) -> None:
@@ -97,6 +119,9 @@ def _check_replay(replayed: Path, directory: Path) -> None:
 class RunRecord:
     """Keeps ``run.json``; each write is whole or absent.
 
+    A process that is killed leaves it at ``running``: whether it is, ``pid`` on ``host`` tells; the next one that goes
+    on with the run writes ``killed`` in its place.
+
     Args:
         directory: The run directory.
         recipe: Name of the recipe.
@@ -110,6 +135,8 @@ class RunRecord:
     ) -> None:
         self._file = directory / RECORD
         earlier = json.loads(self._file.read_text(encoding="utf-8")) if self._file.is_file() else None
+        if earlier is not None and earlier.get("exit_reason") == "running":
+            earlier["exit_reason"] = "killed"  # it had no time to say so itself
         self._content: dict[str, Any] = {
             "recipe": recipe,
             "seed": seed,
@@ -119,6 +146,8 @@ class RunRecord:
             "ended": None,
             "exit_reason": "running",
             "exit_code": None,
+            "pid": os.getpid(),
+            "host": platform.node(),
             "facts": {},
             "evaluations": [],
             "summary": {},
@@ -150,7 +179,7 @@ class RunRecord:
         # A disk that is full must not keep a run from ending with its own reason and exit code.
         try:
             with durable_file(self._file) as file:
-                file.write((json.dumps(self._content, indent=2) + "\n").encode())
+                file.write((strict_json(self._content, indent=2) + "\n").encode())
         except OSError as error:
             log.warning("%s can't be written: %s", self._file, error.strerror or error)
 
@@ -159,6 +188,7 @@ def _now() -> str:
     return datetime.datetime.now().astimezone().isoformat(timespec="seconds")
 
 
+@functools.cache
 def _packages() -> dict[str, str]:
     versions = {}
     for name in PACKAGES:
@@ -169,6 +199,7 @@ def _packages() -> dict[str, str]:
     return versions
 
 
+@functools.cache
 def _git_commit() -> str | None:
     """Commit of this checkout, with ``-dirty`` where tracked files differ from it; ``None`` outside of git."""
     repository = Path(__file__).resolve().parent.parent

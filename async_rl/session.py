@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from async_rl.orchestrator.ledger import AnyLedger
     from async_rl.orchestrator.orchestrator import Orchestrator
     from async_rl.policy import PolicyModule
-    from async_rl.types import Prompt
+    from async_rl.types import Batch, Prompt
     from async_rl.weights.base import WeightPublisher
 
 T = TypeVar("T")
@@ -136,6 +136,31 @@ class RolloutSession:
         """Open admission: rollouts start."""
         self.admitting = True
         self.orchestrator.resume()
+
+    def next_batch(self, policy: PolicyModule, poll: Callable[[], None]) -> Batch | None:
+        """The next batch; while it is incomplete, train ahead on what is certain to be in it.
+
+        Waiting between the parts is waiting for the batch: hooks run, stop and failures are noticed. Whatever ends the
+        wait without a batch takes the gradients of the parts with it; their groups are kept, no more.
+
+        Args:
+            policy: What trains the parts.
+            poll: Called while waiting; what it raises ends the wait.
+
+        Returns:
+            ``None`` when data or steps are over.
+        """
+        batch = None
+        try:
+            while (part := self.orchestrator.next_part(poll)) is not None:
+                self.overlap.step_started(time.monotonic(), self.busy_s())
+                policy.train_ahead(part)
+                self.overlap.step_ended(time.monotonic(), self.busy_s())
+            batch = self.orchestrator.next_batch(poll)
+        finally:
+            if batch is None:
+                policy.discard()
+        return batch
 
     def busy_s(self) -> float:
         """Seconds during which at least one engine was generating (the busiest engine's)."""

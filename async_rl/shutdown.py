@@ -35,14 +35,14 @@ class ShutdownDeadline:
         timeout_s: Most seconds from :meth:`start` to :meth:`end`; ``math.inf``: no bound.
 
     Attributes:
-        before_exit: Called with what would not stop, before the process is ended.
+        before_exit: Called with the reason and the exit code, before the process is ended.
     """
 
     def __init__(self, timeout_s: float) -> None:
         if not timeout_s > 0:
             raise ValueError(f"shutdown_timeout_s={timeout_s} must be > 0")
         self.timeout_s = timeout_s
-        self.before_exit: list[Callable[[str], None]] = []
+        self.before_exit: list[Callable[[str, int], None]] = []
         self._changed = threading.Condition()
         self._deadline_s = math.inf
         self._running = False
@@ -139,12 +139,12 @@ def _holds_up_exit(thread: threading.Thread) -> bool:
     return not thread.daemon or thread in concurrent.futures.thread._threads_queues
 
 
-def end_process(what: str, exit_code: int, before_exit: Iterable[Callable[[str], None]]) -> None:
+def end_process(what: str, exit_code: int, before_exit: Iterable[Callable[[str, int], None]]) -> None:
     """End the process now, saying why; nothing that waits is waited for."""
     try:
         log.error("the process would not end: %s; ending it with exit code %d", what, exit_code)
         for call in before_exit:
-            call(what)
+            call(f"forced: {what}", exit_code)
         for handler in logging.getLogger("async_rl").handlers:
             handler.flush()
         for stream in (sys.stdout, sys.stderr):

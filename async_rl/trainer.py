@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import os
 import threading
-import time
 from collections.abc import Sequence
 from concurrent.futures import Future
 from pathlib import Path
@@ -15,18 +14,20 @@ import lightning.pytorch as pl
 from lightning.fabric.plugins.io.torch_io import TorchCheckpointIO
 from typing_extensions import override
 
+from async_rl.arguments import refuse_impossible
 from async_rl.callbacks.base import RLCallback
-from async_rl.callbacks.checkpoint import RunCheckpoint, checkpoints, latest_checkpoint
+from async_rl.callbacks.checkpoint import RunCheckpoint, latest_checkpoint, version_in
 from async_rl.checkpoint_io import DurableCheckpointIO
 from async_rl.datamodule import RolloutDataModule
 from async_rl.evaluation import evaluate
+from async_rl.fit_record import recorded
 from async_rl.lightning_arguments import lightning_arguments
 from async_rl.orchestrator.garbage import rare_collections
 from async_rl.policy import PolicyModule
 from async_rl.replay import ReplayDataModule, open_replay
-from async_rl.resume_rules import check_arguments
-from async_rl.run_end import EXIT_ERROR, EXIT_FINISHED, EXIT_INTERRUPTED, RunEnd
-from async_rl.run_record import DATABASE
+from async_rl.resume_rules import check_arguments, check_directory
+from async_rl.run_end import EXIT_ERROR, EXIT_FINISHED, EXIT_INTERRUPTED, RunEnd, announce
+from async_rl.run_record import RunRecord
 from async_rl.session import RolloutSession, close_engines, start_engines, wait_for
 from async_rl.shutdown import ShutdownDeadline, leave_behind
 from async_rl.signals import StopSignals
@@ -46,8 +47,12 @@ class AsyncRLTrainer(pl.Trainer):
     """Trains a policy on rollouts that are at most ``max_staleness`` policy versions old.
 
     Generation keeps running in background threads while the optimizer steps; see :class:`RolloutDataModule` for the
-    rollout side. All of Lightning's arguments, callbacks and loggers work; ``DrainCallback``, ``EmptyBatchGuard`` and
-    ``ResumeVersionRecovery`` are added unless given.
+    rollout side. All of Lightning's arguments, callbacks and loggers work.
+
+    ``fit`` prints a line per step and a closing table (``RunProgress``, ``RunSummary``); ``enable_progress_bar=False``
+    switches both off, and a progress bar of Lightning's in ``callbacks`` takes the place of the lines. ``run_dir`` gets
+    ``run.json`` (what was run, how it ended, the closing figures), ``run.db``, ``batches/``, ``checkpoints/``, and from
+    the default loggers ``metrics.jsonl`` and ``tensorboard/``; ``logger=False`` leaves these two out.
 
     Args:
         max_steps: Optimizer steps (= policy versions) to train, >= 1.
@@ -75,12 +80,26 @@ class AsyncRLTrainer(pl.Trainer):
         shutdown_timeout_s: Most seconds the end of a run may take, the last evaluation and checkpoint not counted; then
             the process is ended with exit code 1 (see :class:`~async_rl.shutdown.ShutdownDeadline`).
         callbacks: Lightning callbacks, RL hooks included.
-        logger: As Lightning's; default a ``TensorBoardLogger`` in ``run_dir``.
+        default_callbacks: Add those of ``RunProgress``, ``RunSummary``, ``DrainCallback``, ``EmptyBatchGuard`` and
+            ``ResumeVersionRecovery`` that ``callbacks`` holds none of.
+        logger: As Lightning's; default a ``TensorBoardLogger`` and a ``JsonlLogger`` in ``run_dir``.
+        record: Keeps ``run.json``, already begun by who holds ``run_dir`` (``RunLock``); default: ``fit`` does both.
         **lightning_kwargs: Anything else ``lightning.Trainer`` takes.
+
+    Raises:
+        ValueError: a value is impossible, or two contradict each other; names the argument and what is possible.
+
+    Attributes:
+        end: How the last ``fit`` ended: ``end.reason``, for people, and ``end.exit_code`` (0 finished, 3 stopped by a
+            guard, 75 interrupted and to be resumed, 1 anything else).
+        evaluations: The figures of each evaluation, oldest first.
+        start_version: The version the last ``fit`` went on from; 0 without a checkpoint.
+        nothing_to_train: Why it had nothing to train; empty where it had.
 
     Example:
         >>> trainer = AsyncRLTrainer(max_steps=200, max_staleness=4)
         >>> trainer.fit(policy, datamodule=RolloutDataModule(environment, engine))
+        >>> sys.exit(trainer.end.exit_code)
     """
 
     def __init__(
@@ -107,9 +126,12 @@ class AsyncRLTrainer(pl.Trainer):
         stall_timeout_s: float | None = 1800.0,
         shutdown_timeout_s: float = 30.0,
         callbacks: Sequence[pl.Callback] | pl.Callback | None = None,
+        default_callbacks: bool = True,
         logger: Any = None,
+        record: RunRecord | None = None,
         **lightning_kwargs: Any,
     ) -> None:
+        refuse_impossible("AsyncRLTrainer", locals())
         check_arguments(resume, resume_allow, replay)
         self.staleness = StalenessSettings(
             max_staleness=max_staleness,
@@ -119,6 +141,8 @@ class AsyncRLTrainer(pl.Trainer):
             sampling_policy=sampling_policy,
             acknowledged=acknowledge_staleness,
         )
+        self.staleness.check()
+        self.record = record
         self.seed = seed
         self.run_dir = Path(run_dir)
         self.resume = resume
@@ -134,9 +158,12 @@ class AsyncRLTrainer(pl.Trainer):
         self.end = RunEnd("not run", EXIT_ERROR)
         self.evaluations: list[dict[str, float]] = []
         self._sessions: list[RolloutSession] = []
-        self._trained = False
+        self.start_version = 0
+        self.nothing_to_train = ""
         self._engine_start: Future[None] = Future()
-        self._signals = StopSignals(lambda name: self.stop(f"received {name}", EXIT_INTERRUPTED))
+        self._signals = StopSignals(
+            lambda name: self.stop(f"received {name}", EXIT_INTERRUPTED), self.shutdown.before_exit
+        )
 
         super().__init__(
             **lightning_arguments(
@@ -146,6 +173,7 @@ class AsyncRLTrainer(pl.Trainer):
                 evaluates=evaluate_at != "never" or eval_every > 0,
                 run_dir=self.run_dir,
                 callbacks=callbacks,
+                default_callbacks=default_callbacks,
                 logger=logger,
                 make_checkpoint=lambda: RunCheckpoint(
                     self.run_dir / "checkpoints", checkpoint_every, keep_last, checkpoint_every_s
@@ -166,7 +194,10 @@ class AsyncRLTrainer(pl.Trainer):
         datamodule: RolloutDataModule | None = None,
         ckpt_path: str | os.PathLike[str] | None = None,
     ) -> None:
-        """Train; returns when ``max_steps`` is reached, the data ends, or the run is stopped (see :attr:`end`).
+        """Train; returns when ``max_steps`` is reached, the data ends, or the run is stopped.
+
+        It also returns after SIGINT or SIGTERM, with everything saved: :attr:`end` says why it did (``end.reason``) and
+        with which code a script tells its scheduler so: ``sys.exit(trainer.end.exit_code)``.
 
         Args:
             model: The policy.
@@ -174,6 +205,8 @@ class AsyncRLTrainer(pl.Trainer):
             ckpt_path: Checkpoint to start from; default: the newest in ``run_dir`` if ``resume``.
 
         Raises:
+            SettingError: ``run_dir`` is in use, holds the record of a run that is not to be resumed, or what is to be
+                resumed would mean something else.
             Exception: The first failure of any thread, engine, environment, callback or of training itself.
         """
         if (datamodule is None) is (self.replay is None):
@@ -181,13 +214,17 @@ class AsyncRLTrainer(pl.Trainer):
         data: Any = datamodule if self.replay is None else ReplayDataModule(self.replay, model)
         if self.replay is None:
             check_settings(self, model, data)
-        if self.resume and not (self.run_dir / DATABASE).exists():
-            raise FileNotFoundError(f"resume: {self.run_dir} holds no record of a run; start without resume")
-        if ckpt_path is None and self.resume:
-            ckpt_path = latest_checkpoint(self.run_dir / "checkpoints")
-        if ckpt_path is not None or self.resume:
-            log.info("going on from %s", ckpt_path or "version 0: the run has no checkpoint yet")
-        self.run_dir.mkdir(parents=True, exist_ok=True)
+        check_directory(self.run_dir, self.resume, ckpt_path)
+        with recorded(self, model, data):
+            if ckpt_path is None and self.resume:
+                ckpt_path = latest_checkpoint(self.run_dir / "checkpoints")
+            if ckpt_path is not None or self.resume:
+                log.info("going on from %s", ckpt_path or "version 0: the run has no checkpoint yet")
+            self.start_version, self.nothing_to_train = version_in(ckpt_path), ""
+            self._fit(model, data, ckpt_path)
+
+    def _fit(self, model: PolicyModule, data: Any, ckpt_path: str | os.PathLike[str] | None) -> None:
+        """What is left of :meth:`fit` when nothing is refused; says how it went in :attr:`end`."""
         self.end = RunEnd(_RUNNING, EXIT_ERROR)
         threads_before = set(threading.enumerate())
         with self._signals, rare_collections():
@@ -202,17 +239,9 @@ class AsyncRLTrainer(pl.Trainer):
                 self._close(data, threads_before)
         if self.end.reason == _RUNNING:
             self.end = RunEnd(self.ending, EXIT_FINISHED)
-            if not self._trained:
-                log.warning(
-                    "nothing to train: the run is at version %d of max_steps=%d already; raise max_steps to go on",
-                    *(self.global_step, self.max_steps),
-                )
-        if self.end.exit_code == EXIT_INTERRUPTED and not checkpoints(self.run_dir / "checkpoints"):
-            self.end = RunEnd(f"{self.end.reason} before there was a checkpoint to resume from", EXIT_ERROR)
-        if self.end.exit_code == EXIT_INTERRUPTED:
-            log.warning("%s; go on with resume=true run_dir=%s", self.end.reason, self.run_dir)
-        elif self.end.exit_code != EXIT_FINISHED:
-            log.error("the run was stopped: %s", self.end.reason)
+        if self.end.exit_code == EXIT_INTERRUPTED and self.replay is not None:
+            self.end = RunEnd(f"{self.end.reason}; a replay begins anew, in another run_dir", EXIT_ERROR)
+        announce(self.end, self.run_dir)
 
     def stop(self, reason: str, exit_code: int = EXIT_FINISHED) -> None:
         """Ask the run to end at the next step boundary; only sets flags.
@@ -233,6 +262,8 @@ class AsyncRLTrainer(pl.Trainer):
         """Why the run is ending, for people; before it ends, what it is on its way to."""
         if self.end.reason != _RUNNING:
             return self.end.reason
+        if self.nothing_to_train:
+            return f"nothing to train: {self.nothing_to_train}"
         return "a callback set trainer.should_stop" if self.should_stop else f"max_steps={self.max_steps} reached"
 
     @property
@@ -267,25 +298,28 @@ class AsyncRLTrainer(pl.Trainer):
     # called by the run loop and the loaders
 
     def start_engines(self) -> None:
-        """Begin to start the engines in the background, while Lightning sets up the rest.
+        """Begin to start the engines in the background, while Lightning sets up the rest; none if nothing is to train.
 
         Raises:
             SettingError: the run's record means something else with what changed since.
         """
-        if self.replay is None:
-            check_record(self, self.lightning_module, self.datamodule)  # type: ignore[attr-defined]
         data = self.datamodule  # type: ignore[attr-defined]
-        self._engine_start = start_engines([*data.engines, *data.eval_engines])
+        self.nothing_to_train = "" if self.replay else check_record(self, self.lightning_module, data)
+        if self.nothing_to_train:
+            log.warning("nothing to train: %s", self.nothing_to_train)
+        else:
+            self._engine_start = start_engines([*data.engines, *data.eval_engines])
 
     def open_session(self) -> None:
         """Start the control plane at the current version: weights pushed and checked, then admission opened."""
         self._signals.install()
+        if self.nothing_to_train:
+            raise StopRun  # with the weights of the checkpoint, which are loaded by now
         wait_for(self._engine_start, self._poll_or_stop)
         policy, version = self.lightning_module, self.global_step
         open_it = open_session if self.replay is None else open_replay
         session = open_it(self, policy, self.datamodule)  # type: ignore[attr-defined]
         self._sessions.append(session)
-        self._trained = True
         session.orchestrator.start()
         self.publish()
         self._confirm_weights(version)
@@ -310,30 +344,11 @@ class AsyncRLTrainer(pl.Trainer):
                 self.evaluate_now()  # alone on a shared engine: side by side, both would only take longer
             self.session.admit()
         self._poll_or_stop()
-        batch = self._wait_for_batch()
+        batch = self.session.next_batch(self.lightning_module, self._poll_or_stop)
         if batch is None:
             self.stop("the prompts are used up" if self.replay is None else "all recorded batches are trained")
             raise StopRun
         self.call_rl_hook("on_batch_planned", batch)
-        return batch
-
-    def _wait_for_batch(self) -> Batch | None:
-        """The next batch; while it is incomplete, train ahead on what is certain to be in it.
-
-        Waiting between the parts is waiting for the batch: hooks run, stop and failures are noticed. Whatever ends the
-        wait without a batch takes the gradients of the parts with it; their groups are kept, no more.
-        """
-        policy, session = self.lightning_module, self.session
-        batch = None
-        try:
-            while (part := session.orchestrator.next_part(self._poll_or_stop)) is not None:
-                session.overlap.step_started(time.monotonic(), session.busy_s())
-                policy.train_ahead(part)
-                session.overlap.step_ended(time.monotonic(), session.busy_s())
-            batch = session.orchestrator.next_batch(self._poll_or_stop)
-        finally:
-            if batch is None:
-                policy.discard()
         return batch
 
     def run_evaluation(self) -> EvalBatch:
@@ -371,7 +386,7 @@ class AsyncRLTrainer(pl.Trainer):
         self.shutdown.start()
         timeout_s = 0.8 * self.shutdown.remaining_s  # before the deadline, which ends the process
         session = self._sessions.pop() if self._sessions else None
-        engines = [*datamodule.engines, *datamodule.eval_engines]
+        engines = [] if self.nothing_to_train else [*datamodule.engines, *datamodule.eval_engines]
         left = session.close(timeout_s) if session else close_engines(engines, timeout_s)
         if left:
             log.error("did not stop within %.3g s: %s", timeout_s, ", ".join(left))

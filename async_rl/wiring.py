@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 
 from async_rl.archive import BatchArchive
+from async_rl.arguments import refuse
 from async_rl.engines.base import Engine, SamplingParams
 from async_rl.environments.rollout import RolloutFunction, make_rollout
 from async_rl.fingerprint import fingerprint
@@ -20,10 +21,12 @@ from async_rl.orchestrator.orchestrator import Orchestrator
 from async_rl.orchestrator.records import Recovery
 from async_rl.orchestrator.recovery import within_bound
 from async_rl.orchestrator.settings import ForwardBackwardBatch, OrchestratorSettings
-from async_rl.resume_rules import refusal
-from async_rl.run_record import DATABASE
+from async_rl.record_bounds import RecordedBounds
+from async_rl.resume_rules import DATABASE, refusal
 from async_rl.session import RolloutSession
+from async_rl.staleness_rules import staleness_problems
 from async_rl.types import SettingError
+from async_rl.weights import nccl
 from async_rl.weights.base import WeightPublisher
 from async_rl.weights.publishers import make_publisher
 from async_rl.weights.shared_memory import BACKEND as SHARED_MEMORY
@@ -58,20 +61,30 @@ class StalenessSettings:
     sampling_policy: Literal["auto", "segment", "trajectory"]
     acknowledged: bool
 
-    def check(self, policy: PolicyModule) -> None:
-        """Refuse a setting that gives something up unless it was acknowledged.
+    def check(self) -> None:
+        """Refuse settings that contradict each other, or give something up that was not acknowledged.
 
         Raises:
             ValueError: names the setting and the fix.
         """
-        if self.acknowledged:
-            return
-        if self.stale_policy != "wait":
-            raise ValueError(
-                f"stale_policy={self.stale_policy} gives up the exact bound; "
-                "set acknowledge_staleness=true to accept that, or stale_policy=wait"
-            )
-        if self.max_staleness > 0 and not policy.loss.corrects_off_policy:
+        refuse(
+            "AsyncRLTrainer",
+            staleness_problems(
+                max_staleness=self.max_staleness,
+                admit_ahead=self.admit_ahead,
+                oversample_factor=self.oversample_factor,
+                stale_policy=self.stale_policy,
+                acknowledged=self.acknowledged,
+            ),
+        )
+
+    def check_loss(self, policy: PolicyModule) -> None:
+        """Refuse old data for a loss that does not correct for its age, unless that was acknowledged.
+
+        Raises:
+            ValueError: names the setting and the fix.
+        """
+        if self.max_staleness > 0 and not policy.loss.corrects_off_policy and not self.acknowledged:
             raise ValueError(
                 f"max_staleness={self.max_staleness} with a loss that does not correct for the behaviour policy; "
                 "set the loss's correction to truncate or mask, max_staleness=0, or acknowledge_staleness=true"
@@ -148,7 +161,13 @@ def check_settings(trainer: AsyncRLTrainer, policy: PolicyModule, data: RolloutD
     Raises:
         ValueError: a setting is impossible, or needs to be acknowledged; the message names it.
     """
-    trainer.staleness.check(policy)
+    trainer.staleness.check_loss(policy)
+    if data.sampling.temperature == 0:
+        raise ValueError(
+            f"sampling with temperature=0 makes the group_size={data.group_size} rollouts of a prompt the same: there "
+            "is nothing to learn from; give RolloutDataModule's sampling a temperature > 0, and PolicyModule the same "
+            "(eval_sampling may be greedy)"
+        )
     if data.sampling.temperature != policy.temperature:
         raise ValueError(
             f"rollouts are sampled at temperature={data.sampling.temperature}, but the policy takes log-probabilities "
@@ -165,23 +184,33 @@ def check_settings(trainer: AsyncRLTrainer, policy: PolicyModule, data: RolloutD
     if len({e.dtype for e in engines} - {"auto"}) > 1:
         found = ", ".join(f"{e.name}: {e.dtype}" for e in engines)
         raise ValueError(f"the engines of one run must load weights of one dtype, not {found}")
+    if any(getattr(e, "weight_transfer", "") == "nccl" for e in engines):
+        nccl.check_device(trainer.strategy.root_device)
+    urls = [url for e in engines if (url := getattr(e, "url", None)) is not None]
+    if twice := {url for url in urls if urls.count(url) > 1}:
+        raise ValueError(
+            f"two engines of the run are the server at {min(twice)}, which serves one version at a time; without an "
+            "eval_engine the engines of training evaluate, too"
+        )
     never = trainer.evaluate_at == "never" and not trainer.eval_every
     if never and data.eval_engines:
         raise ValueError(
             'eval_engine is never used with evaluate_at="never" and eval_every=0; change one of them, or leave it out'
         )
     if not never and data.eval_sampling.temperature == 0 and data.eval_samples > 1:
-        log.warning(
-            "evaluation at temperature 0 draws the same sample %d times for each prompt; eval_samples=1 "
-            "(run.evaluation.samples=1) measures the same",
-            data.eval_samples,
+        raise ValueError(
+            f"eval_samples={data.eval_samples} with eval_sampling's temperature=0 draws the same sample so often for "
+            "each prompt; set eval_samples=1, or a temperature > 0"
         )
     if given_up := trainer.staleness.given_up(policy):
         log.warning("%s", given_up)
 
 
-def check_record(trainer: AsyncRLTrainer, policy: PolicyModule, data: RolloutDataModule) -> None:
+def check_record(trainer: AsyncRLTrainer, policy: PolicyModule, data: RolloutDataModule) -> str:
     """Before any engine starts: refuse to go on with a record that means something else, and note what it means.
+
+    Returns:
+        Why there is nothing left to train, for people; empty where there is.
 
     Raises:
         SettingError: what changed, and how to accept it.
@@ -194,8 +223,18 @@ def check_record(trainer: AsyncRLTrainer, policy: PolicyModule, data: RolloutDat
             raise SettingError(why)
         if trainer.resume or not is_used:
             ledger.set_meta({"meaning": now})
+        return _nothing_left(trainer, data, ledger)
     finally:
         ledger.close()
+
+
+def _nothing_left(trainer: AsyncRLTrainer, data: RolloutDataModule, ledger: Ledger) -> str:
+    version, prompts = trainer.start_version, data.prompt_stream(trainer.seed).total
+    if version >= trainer.max_steps:
+        return f"the run is at version {version} of max_steps={trainer.max_steps} already; raise max_steps to go on"
+    if prompts is not None and ledger.balance().admitted >= prompts and not ledger.has_work(version):
+        return f"the prompts are used up ({prompts} in rollout.epochs={data.epochs}); raise it to go on"
+    return ""
 
 
 def orchestrator_settings(
@@ -258,6 +297,9 @@ def open_session(trainer: AsyncRLTrainer, policy: PolicyModule, data: RolloutDat
     archive.remove_partial()
     ledger = Ledger(trainer.run_dir / DATABASE, archive)
     settings = orchestrator_settings(trainer, policy, data)
+    recovered = _recover(ledger, version, settings) if trainer.resume or version else None
+    bounds = RecordedBounds.from_meta(ledger.meta())
+    ledger.set_meta(bounds.changed(version, trainer.staleness.max_staleness, settings.stale_policy).to_meta())
     orchestrator = Orchestrator(
         settings,
         engines=data.engines,
@@ -267,7 +309,7 @@ def open_session(trainer: AsyncRLTrainer, policy: PolicyModule, data: RolloutDat
         advantages=policy.advantage,
         ledger=ledger,
         start_version=version,
-        recovered=_recover(ledger, version, settings) if trainer.resume or version else None,
+        recovered=recovered,
         on_stall=_end_stalled(trainer),
     )
     return RolloutSession(
@@ -302,6 +344,12 @@ def _recover(ledger: Ledger, version: int, settings: OrchestratorSettings) -> Re
         log.warning(
             "%d groups of the earlier process can't be trained within max_staleness=%s any more: sampled again",
             *(len(recovered.reissued), settings.max_staleness),
+        )
+    sizes = [n for n in map(len, recovered.recovery.batches) if n != settings.batch_size]
+    if sizes:
+        log.info(
+            "%d recorded batches keep their batch_size of %s; batch_size=%d holds for the batches after them",
+            *(len(sizes), " or ".join(map(str, sorted(set(sizes)))), settings.batch_size),
         )
     return recovered.recovery
 

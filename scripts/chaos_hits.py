@@ -101,7 +101,7 @@ class Disturber:
             self._deliver(kind, life)
         self._tally.exits_s[kind].append(run.end(life, began_s))
         self._tally.codes[kind][life.exit_code] += 1
-        if life.exit_code not in _allowed(kind, started, bool(run.checkpoints)):
+        if life.exit_code not in _allowed(kind, started, (run.dir / "run.db").exists()):
             run.problem(life, f"exit code {life.exit_code} after {kind}")
         if kind == CHECKPOINT and not run.finished:
             newest = run.checkpoints[-1]
@@ -121,14 +121,14 @@ class Disturber:
                 os.kill(life.pid, signal.SIGINT)
 
 
-def _allowed(kind: str, started: bool, saved: bool) -> tuple[int, ...]:
+def _allowed(kind: str, started: bool, recorded: bool) -> tuple[int, ...]:
     """Exit codes that are right after a fault; 0 always is, for all work may have been done by then."""
     if kind in (TRAINER, CHECKPOINT):
         return (0, -signal.SIGKILL)
     if kind == DISK:
         return (0, 1)
     number = signal.SIGTERM if kind == TERM else signal.SIGINT
-    asked = 75 if saved else 1
+    asked = 75 if recorded else 1
     at_once = (128 + number,) if kind == INT_TWICE else ()
     before_we_listen = () if started else (1, -number)
     return (0, asked, *at_once, *before_we_listen)

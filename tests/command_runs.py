@@ -53,6 +53,20 @@ class Terminates(Callback):
             os.kill(os.getpid(), signal.SIGTERM)
 
 
+class Stops(Callback):
+    """Sends itself SIGINT, so many times, before the first batch."""
+
+    def __init__(self, times=1):
+        self.times = times
+
+    def on_batch_planned(self, trainer, policy, batch):
+        raise AssertionError("stopped before there was a batch")
+
+    def on_train_start(self, trainer, policy):
+        for _ in range(self.times):
+            os.kill(os.getpid(), signal.SIGINT)
+
+
 def run(arguments):
     sys.argv = ["train.py", *COMMON, *arguments]
     sys.exit(main.main())

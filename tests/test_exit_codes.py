@@ -28,6 +28,14 @@ RUNS = {
         *("max_steps=9", "environment=custom", "environment._target_=command_runs.BySample"),
         "+callbacks.mine._target_=command_runs.Terminates",
     ],
+    "interrupted": [
+        *("environment=custom", "environment._target_=command_runs.BySample"),
+        "+callbacks.mine={_target_: command_runs.Stops}",
+    ],
+    "interrupted twice": [
+        *("environment=custom", "environment._target_=command_runs.BySample"),
+        "+callbacks.mine={_target_: command_runs.Stops, times: 2}",
+    ],
 }
 
 
@@ -94,3 +102,17 @@ def test_75_is_an_interruption_with_a_checkpoint_to_go_on_from(runs):
     assert (code, reason) == (75, "received SIGTERM")
     assert f"go on with resume=true run_dir={run_dir.relative_to(run_dir.parents[2])}" in printed
     assert latest_checkpoint(run_dir / "checkpoints").name == "version-000002.ckpt"
+
+
+def test_75_is_an_interruption_before_the_first_checkpoint_too(runs):
+    code, printed, reason, run_dir = runs["interrupted"]
+    assert (code, reason) == (75, "received SIGINT")
+    assert "SIGINT: finishing and saving; again = stop at once (nothing more is saved)" in printed
+    assert f"go on with resume=true run_dir={run_dir.relative_to(run_dir.parents[2])}" in printed
+    assert latest_checkpoint(run_dir / "checkpoints") is None
+
+
+def test_128_and_the_signal_is_a_second_one_and_run_json_says_so(runs):
+    code, printed, reason, _ = runs["interrupted twice"]
+    assert (code, reason) == (130, "stopped at once by a second SIGINT")
+    assert printed.rstrip().endswith("SIGINT again: stopped at once")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import re
 import time
 from pathlib import Path
@@ -36,6 +37,12 @@ def version_of(checkpoint: Path) -> int:
     if match is None:
         raise ValueError(f"{checkpoint} is not named as a checkpoint (version-<number>.ckpt)")
     return int(match.group(1))
+
+
+def version_in(checkpoint: str | os.PathLike[str] | None) -> int:
+    """The policy version in a checkpoint's name; 0 without a checkpoint, or where it has another name."""
+    match = None if checkpoint is None else _NAME.fullmatch(Path(checkpoint).name)
+    return 0 if match is None else int(match.group(1))
 
 
 def latest_checkpoint(directory: Path) -> Path | None:

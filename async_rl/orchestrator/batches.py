@@ -166,7 +166,7 @@ class BatchSource:
         if self._settings.stale_policy == "wait":
             _check_ages(version, groups, bound)
         elif self._settings.stale_policy == "mask" and bound is not None:
-            groups = tuple(_without_tokens_before(version - bound, group) for group in groups)
+            groups = tuple(without_tokens_before(version - bound, group) for group in groups)
         rewards = [group.rewards for group in groups]
         advantages = tuple(tuple(map(float, a)) for a in self._advantages(rewards))
         if [len(a) for a in advantages] != [len(r) for r in rewards]:
@@ -188,7 +188,7 @@ def _check_ages(version: int, groups: Sequence[Group], bound: int | None) -> Non
             )
 
 
-def _without_tokens_before(oldest: int, group: Group) -> Group:
+def without_tokens_before(oldest: int, group: Group) -> Group:
     """The group with a loss mask of 0 on every token sampled by a version older than ``oldest``."""
     head = group.head
     if head is None or head >= oldest:

@@ -84,6 +84,10 @@ class Ledger:
             rows = [(key, to_json(value)) for key, value in values.items()]
             self._db.executemany("INSERT OR REPLACE INTO meta VALUES (?, ?)", rows)
 
+    def has_work(self, version: int) -> bool:
+        """Whether :meth:`recover` at ``version`` will find something to train or to finish; before :meth:`run`."""
+        return self._reader.has_work(version)
+
     def recover(self, version: int) -> Recovery:
         """Read what the run left, as of its checkpoint at ``version``, and re-open what goes on; before :meth:`run`.
 

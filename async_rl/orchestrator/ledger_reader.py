@@ -33,6 +33,13 @@ class LedgerReader:
         (admitted,) = self._db.execute("SELECT count(*) FROM admissions").fetchone()
         return Balance(admitted, dict(self._db.execute("SELECT outcome, count(*) FROM endings GROUP BY outcome")))
 
+    def has_work(self, version: int) -> bool:
+        """Whether a run that goes on at ``version`` has something to train or to finish before it needs a prompt."""
+        batches = "SELECT 1 FROM batches WHERE version >= ? AND outcome IS NOT ?"
+        groups = "SELECT 1 FROM admissions LEFT JOIN endings USING (group_id) WHERE outcome IS NULL OR outcome = ?"
+        query = f"SELECT EXISTS ({batches}) OR EXISTS ({groups})"
+        return bool(self._db.execute(query, (version, str(Outcome.DROPPED), str(Outcome.SAVED))).fetchone()[0])
+
     def recovery(self, version: int) -> Recovery:
         """What is left to do as of the checkpoint at ``version``, in a record re-opened there.
 
@@ -173,6 +180,18 @@ def read_meta(path: Path) -> dict[str, Any]:
     """
     with reading(path) as db:
         return {key: json.loads(value) for key, value in db.execute("SELECT key, value FROM meta")}
+
+
+def holds_groups(path: Path) -> bool:
+    """Whether this is the record of a run that has admitted something; read-only.
+
+    Raises:
+        LedgerError: The file can't be read.
+    """
+    if not path.exists():
+        return False
+    with reading(path) as db:
+        return LedgerReader(db, path, None).balance().admitted > 0
 
 
 def _load(path: Path, archive: Archive | None, group_ids: Sequence[int]) -> tuple[Group, ...]:

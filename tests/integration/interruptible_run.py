@@ -34,11 +34,14 @@ def main() -> None:
     engine = SlowToClose(lambda prompt, seed: [11, 12], lambda prompt, seed: 0.0 if next(numbers) < 8 else 1e6)
     trainer = AsyncRLTrainer(
         max_steps=9, max_staleness=2, run_dir=Path(sys.argv[2]), evaluate_at="never", parity_check=False, logger=False,
+        enable_progress_bar=False,
         accelerator="cpu", callbacks=[Tell()], shutdown_timeout_s=5.0,
     )  # fmt: skip
     data = RolloutDataModule(
         Arithmetic(), engine, batch_size=2, group_size=2, sampling=SamplingParams(max_tokens=4), rollout_threads=1
     )
+    last_words = Path(sys.argv[2], "last_words")
+    trainer.shutdown.before_exit.append(lambda reason, code: last_words.write_text(f"{code} {reason}"))
     trainer.fit(PolicyModule(sys.argv[1]), datamodule=data)
     sys.exit(trainer.end.exit_code)
 

@@ -10,12 +10,13 @@ import torch
 from fit_kit import Recorder, engine, make_data, make_policy, make_trainer, outcomes, output
 from lightning.pytorch import Callback
 
-from async_rl.callbacks import EmptyBatchGuard, RLCallback, RunSummary
+from async_rl.callbacks import EmptyBatchGuard, RLCallback, RunProgress, RunSummary
 from async_rl.engines.base import EngineError, SamplingParams
 from async_rl.engines.scripted import ScriptedEngine
 from async_rl.environments.arithmetic import Arithmetic
 from async_rl.jsonl_logger import JsonlLogger
 from async_rl.orchestrator.sinks import RolloutFailureError
+from async_rl.types import SettingError
 from async_rl.weights.parity import WeightParityError
 
 
@@ -230,23 +231,38 @@ def test_early_stopping_by_an_ordinary_callback_ends_the_run_cleanly(tiny_model_
     assert set(outcomes(tmp_path)) <= {"trained", "saved"}
 
 
-def test_a_run_stopped_before_its_first_batch_is_no_crash(tiny_model_dir, tmp_path):
-    class StopAtOnce(Callback):
-        def setup(self, trainer, policy, stage):
-            trainer.stop("received SIGTERM", exit_code=75)
+class StopAtOnce(Callback):
+    def setup(self, trainer, policy, stage):
+        trainer.stop("received SIGTERM", exit_code=75)
 
+
+def test_a_run_stopped_before_its_first_batch_is_no_crash_and_goes_on_from_its_record(tiny_model_dir, tmp_path, caplog):
     trainer = make_trainer(tmp_path, callbacks=[StopAtOnce()])
     trainer.fit(make_policy(tiny_model_dir), datamodule=make_data())
-    assert trainer.end.exit_code == 1  # 75 promises a checkpoint
-    assert "before there was a checkpoint" in trainer.end.reason
+    assert (trainer.end.exit_code, trainer.end.reason) == (75, "received SIGTERM")
+    assert f"go on with resume=true run_dir={tmp_path}" in caplog.text
+    assert "AsyncRLTrainer(..., resume=True)" in caplog.text
+    trainer = make_trainer(tmp_path, resume=True)
+    trainer.fit(make_policy(tiny_model_dir), datamodule=make_data())
+    assert (trainer.end.exit_code, trainer.global_step, outcomes(tmp_path)) == (0, 4, {"trained": 8})
+
+
+def test_an_interrupted_replay_has_nothing_to_go_on_with(tiny_model_dir, tmp_path, caplog):
+    make_trainer(tmp_path / "run", max_steps=1).fit(make_policy(tiny_model_dir), datamodule=make_data())
+    trainer = make_trainer(tmp_path / "replay", replay=tmp_path / "run", callbacks=[StopAtOnce()])
+    trainer.fit(make_policy(tiny_model_dir))
+    assert trainer.end.exit_code == 1
+    assert "resume" not in caplog.text.rpartition("received SIGTERM")[2]
 
 
 @pytest.mark.parametrize(
     ("sampling", "message"),
     [
         (SamplingParams(temperature=0.6), "temperature=0.6"),
+        (SamplingParams(temperature=0.0), "temperature=0 makes the group_size=2 rollouts"),
         (SamplingParams(top_p=0.8), "top_p=0.8"),
         (SamplingParams(top_k=20), "top_k=20"),
+        (SamplingParams(min_p=0.1), "min_p=0.1"),
     ],
 )
 def test_sampling_that_the_trainer_does_not_follow_is_refused(tiny_model_dir, tmp_path, sampling, message):
@@ -254,9 +270,38 @@ def test_sampling_that_the_trainer_does_not_follow_is_refused(tiny_model_dir, tm
         make_trainer(tmp_path).fit(make_policy(tiny_model_dir), datamodule=make_data(sampling=sampling))
 
 
-def test_resuming_a_finished_run_says_that_there_is_nothing_to_train(tiny_model_dir, tmp_path, caplog):
-    make_trainer(tmp_path, max_steps=2).fit(make_policy(tiny_model_dir), datamodule=make_data())
-    data = make_data()
-    make_trainer(tmp_path, max_steps=2, resume=True).fit(make_policy(tiny_model_dir), datamodule=data)
-    assert "raise max_steps" in caplog.text
-    assert not data.engines[0].requests
+class NoStart(ScriptedEngine):
+    async def start(self):
+        raise AssertionError("started")
+
+
+@pytest.mark.parametrize("max_steps", [1, 2])
+def test_resuming_a_finished_run_says_so_and_starts_no_engine(tiny_model_dir, tmp_path, caplog, capsys, max_steps):
+    first = make_policy(tiny_model_dir)
+    make_trainer(tmp_path, max_steps=2).fit(first, datamodule=make_data())
+    policy = make_policy(tiny_model_dir)
+    trainer = make_trainer(tmp_path, max_steps=max_steps, resume=True, callbacks=[RunProgress()])
+    trainer.fit(policy, datamodule=make_data(with_engine=NoStart(output)))
+    assert f"nothing to train: the run is at version 2 of max_steps={max_steps} already" in caplog.text
+    assert (trainer.end.exit_code, trainer.global_step) == (0, 2)
+    assert trainer.end.reason.startswith("nothing to train")
+    assert all(torch.equal(a, b) for a, b in zip(first.parameters(), policy.parameters(), strict=True))
+    assert "starting the engine" not in capsys.readouterr().out
+
+
+def test_resuming_a_run_whose_prompts_are_used_up_starts_no_engine(tiny_model_dir, tmp_path, caplog):
+    settings = {"epochs": 1, "batch_size": 20}
+    make_trainer(tmp_path, max_steps=100).fit(make_policy(tiny_model_dir), datamodule=make_data(**settings))
+    trainer = make_trainer(tmp_path, max_steps=100, resume=True)
+    trainer.fit(make_policy(tiny_model_dir), datamodule=make_data(with_engine=NoStart(output), **settings))
+    assert (trainer.end.exit_code, trainer.global_step) == (0, 4)
+    assert "nothing to train: the prompts are used up" in caplog.text
+
+
+def test_a_directory_with_a_record_is_refused_before_an_engine_starts(tiny_model_dir, tmp_path):
+    make_trainer(tmp_path, max_steps=1).fit(make_policy(tiny_model_dir), datamodule=make_data())
+    with pytest.raises(SettingError) as refused:
+        make_trainer(tmp_path).fit(make_policy(tiny_model_dir), datamodule=make_data(with_engine=NoStart(output)))
+    assert str(refused.value) == (
+        f"run_dir={tmp_path} holds the record of an earlier run: go on with it (resume=True), or give another run_dir"
+    )

@@ -95,8 +95,10 @@ def test_data_that_changed_on_the_disk_is_refused_before_an_engine_starts(tiny_m
     assert (trainer.global_step, outcomes(run_dir)) == (12, {"trained": 48})
 
 
-def test_resume_allow_accepts_a_change_once_and_for_all(tiny_model_dir, run_dir):
+def test_resume_allow_accepts_a_change_once_and_for_all(tiny_model_dir, run_dir, caplog):
+    caplog.set_level("INFO", logger="async_rl")
     resume(tiny_model_dir, run_dir, make_data(Odd(), batch_size=2), resume_allow=["batch_size"])
+    assert "2 recorded batches keep their batch_size of 4; batch_size=2 holds for the batches after them" in caplog.text
     assert resume(tiny_model_dir, run_dir, make_data(Odd(), batch_size=2), max_steps=13).global_step == 13
 
 
@@ -227,3 +229,9 @@ def test_the_meaning_of_the_data_is_in_the_record(tiny_model_dir, tmp_path):
     meaning = Ledger(tmp_path / "run.db").meta()["meaning"]
     assert (meaning["batch_size"], meaning["group_size"]) == (2, 2)
     assert meaning["environment"]["arithmetic"].startswith("81 prompts, sha256 ")
+
+
+def test_the_bounds_a_run_had_are_in_the_record(tiny_model_dir, run_dir):
+    resume(tiny_model_dir, run_dir, max_staleness=1)
+    resume(tiny_model_dir, run_dir, max_staleness=1, max_steps=13)
+    assert Ledger(run_dir / "run.db").meta()["bounds"] == [[0, 3, "wait"], [4, 1, "wait"]]

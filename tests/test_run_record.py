@@ -1,0 +1,29 @@
+"""run.json: which process a run is, and what becomes of one that could not say how it ended."""
+
+import json
+import os
+import platform
+
+from async_rl.run_record import RunRecord
+
+
+def record(directory):
+    return RunRecord(directory, "arithmetic", 0, {}, ["train.py"])
+
+
+def read(directory):
+    return json.loads((directory / "run.json").read_text())
+
+
+def test_a_run_that_goes_on_names_its_process(tmp_path):
+    record(tmp_path)
+    now = read(tmp_path)
+    assert (now["exit_reason"], now["exit_code"]) == ("running", None)
+    assert (now["pid"], now["host"]) == (os.getpid(), platform.node())
+
+
+def test_a_process_that_was_killed_is_called_so_by_the_one_that_goes_on(tmp_path):
+    record(tmp_path)
+    record(tmp_path).finish("max_steps=2 reached", 0)
+    record(tmp_path)
+    assert [e["exit_reason"] for e in read(tmp_path)["earlier"]] == ["killed", "max_steps=2 reached"]
