@@ -22,6 +22,8 @@ from async_rl.types import Batch, EvalBatch
 if TYPE_CHECKING:
     from async_rl.trainer import AsyncRLTrainer
 
+_ENDED = ("trained", "filtered", "failed", "dropped")
+
 
 def age_quantile(tokens_by_age: Counter[int], q: float) -> int:
     """Smallest age that at least a share ``q`` of the tokens does not exceed; 0 without tokens."""
@@ -93,7 +95,7 @@ class RunSummary(RLCallback):
         bound = None if settings.stale_policy == "allow" else settings.max_staleness
         if not self._step_ends_s:
             return
-        seconds = time.monotonic() - self._began_s
+        seconds, groups = time.monotonic() - self._began_s, trainer.orchestrator.outcomes()
         self.figures = {
             "steps": trainer.global_step - session.first_version,
             "version": trainer.global_step,
@@ -105,6 +107,7 @@ class RunSummary(RLCallback):
             "age_max": max(ages, default=0),
             "age_bound": "none" if bound is None else bound,
             "train_s": session.overlap.train_s,
+            **{f"groups_{name}": groups[name] for name in ("admitted", *_ENDED)},
             "reward_min": self._scale.low,
             "reward_max": self._scale.high,
         }
@@ -146,7 +149,10 @@ class RunSummary(RLCallback):
         if "replayed" in f:
             table.add_row("replayed", str(f["replayed"]))
         if "tokens_per_s" in f:
-            table.add_row("generated", f"{f['tokens_per_s']:.0f} tokens/s")
+            table.add_row(
+                "groups", ", ".join(f"{f[f'groups_{name}']} {name}" for name in _ENDED if f[f"groups_{name}"])
+            )
+        table.add_row("generated", f"{f['tokens_per_s']:.0f} tokens/s")
         table.add_row(
             "age (versions)",
             f"mean {f['age_mean']:.2f}, p99 {f['age_p99']}, max {f['age_max']}, bound {f['age_bound']}",

@@ -81,10 +81,10 @@ class Books:
 
     # admission
 
-    def open_admission(self, is_open: bool) -> None:
-        """Open or close admission."""
+    def open_admission(self) -> None:
+        """Open admission."""
         with self._room.lock:
-            self._admission_open = is_open
+            self._admission_open = True
             self._room.capacity.notify_all()
 
     def end_admission(self) -> None:

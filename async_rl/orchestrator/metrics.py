@@ -80,6 +80,111 @@ class Meters:
         self.timings.append((f"time/{name}_s", seconds))
 
 
+class _Window:
+    """What was seen since a moment, until it is condensed. Not thread-safe.
+
+    Args:
+        since_s: The moment, by the monotonic clock.
+    """
+
+    def __init__(self, since_s: float) -> None:
+        self._since_s = self._sampled_s = since_s
+        self._sums: defaultdict[str, float] = defaultdict(float)
+        self._samples = 0
+        self._binding_s: defaultdict[str, float] = defaultdict(float)
+        self._ended: defaultdict[str, _Sums] = defaultdict(_Sums)
+        self._counts: Counter[str] = Counter()
+        self._timings: defaultdict[str, float] = defaultdict(float)
+        self._scores: defaultdict[str, list[float]] = defaultdict(list)
+        self._latencies: list[float] = []
+        self._lengths: list[int] = []
+        self._rewards: list[float] = []
+        self._generated = 0
+        self._truncated = 0
+        self._segments = 0
+        self._mixed = 0
+
+    def add_gauges(self, gauges: Mapping[str, float | str], now_s: float) -> float:
+        """Take in one reading; returns the seconds since the one before, in which its limit is taken to have bound."""
+        for name, value in gauges.items():
+            if isinstance(value, (int, float)):
+                self._sums[name] += value
+        self._samples += 1
+        seconds, self._sampled_s = now_s - self._sampled_s, now_s
+        self._binding_s[str(gauges["limited_by"])] += seconds
+        return seconds
+
+    def add_meters(self, meters: Meters) -> None:
+        """Take over what was counted."""
+        for outcome, group in _taken(meters.finished):
+            self._describe("admitted", group)
+            if outcome is not None:
+                self._describe(outcome, group)
+            for t in group.trajectories:
+                self._take(group.prompt.environment, t)
+        for seconds, flight in _taken(meters.failed):
+            for name in ("admitted", "failed"):
+                self._ended[name].add(seconds, flight.landed.values())
+            self._counts[f"groups_failed/{flight.prompt.environment}"] += 1
+        for group in _taken(meters.trained):
+            self._describe("trained", group)
+        for name, seconds in _taken(meters.timings):
+            self._timings[name] += seconds
+        for name, count in _taken(meters.counts):
+            self._counts[name] += count
+
+    def _describe(self, what: str, group: Group) -> None:
+        seconds = max(t.ended_s for t in group.trajectories) - min(t.started_s for t in group.trajectories)
+        self._ended[what].add(seconds, group.trajectories)
+        if what != "admitted":  # counted when they came in
+            self._counts[f"groups_{what}/{group.prompt.environment}"] += 1
+
+    def _take(self, environment: str, t: Trajectory) -> None:
+        self._latencies.append(t.ended_s - t.started_s)
+        self._lengths.append(len(t.token_ids))
+        self._rewards.append(t.reward)
+        self._generated += t.trainable_tokens
+        self._truncated += t.finish_reason == "length"
+        self._segments += len(t.segments)
+        self._mixed += t.head != t.tail
+        self._scores[f"reward/{environment}"].append(t.reward)
+        for part, value in t.reward_parts.items():
+            self._scores[f"reward/{environment}/{part}"].append(value)
+
+    def condense(self, now_s: float, *, several_environments: bool) -> dict[str, float]:
+        """The figures (see :meth:`MetricsLoop.drain`)."""
+        seconds = max(now_s - self._since_s, 1e-9)
+        metrics: dict[str, float] = {f"queue/{name}": total / self._samples for name, total in self._sums.items()}
+        metrics |= {f"limit/{limit}": bound_s / seconds for limit, bound_s in self._binding_s.items()}
+        metrics |= self._timings
+        metrics |= {
+            name: float(count)
+            for name, count in self._counts.items()
+            if several_environments or not name.startswith("groups_")
+        }
+        metrics |= {name: float(np.mean(scores)) for name, scores in self._scores.items()}
+        for what, ended in self._ended.items():
+            metrics[f"latency/{what}_s"] = ended.seconds / ended.groups
+            if ended.measured:
+                metrics[f"length/{what}"] = ended.tokens / ended.measured
+        if self._latencies:
+            latency = np.asarray(self._latencies)
+            metrics |= {
+                "rollout/finished": float(len(latency)),
+                "rollout/per_s": len(latency) / seconds,
+                "rollout/latency_mean_s": float(latency.mean()),
+                "rollout/latency_p99_s": float(np.quantile(latency, 0.99)),
+                "rollout/latency_max_s": float(latency.max()),
+                "rollout/length_mean": float(np.mean(self._lengths)),
+                "rollout/trainable_tokens": float(self._generated),
+                "rollout/truncated_share": self._truncated / len(latency),
+                "rollout/segments_mean": self._segments / len(latency),
+                "rollout/mixed_share": self._mixed / len(latency),
+                "rollout/reward_mean": float(np.mean(self._rewards)),
+            }
+        return metrics
+
+
 class MetricsLoop:
     """Reads the gauges every ``interval_s`` and condenses everything since the last :meth:`drain` into few numbers.
 
@@ -104,23 +209,7 @@ class MetricsLoop:
         self._supervisor = supervisor
         self._lock = threading.Lock()
         self._limits_s: defaultdict[str, float] = defaultdict(float)
-        self._reset(time.monotonic())
-
-    def _reset(self, now_s: float) -> None:
-        self._since_s = self._sampled_s = now_s
-        self._sums: defaultdict[str, float] = defaultdict(float)
-        self._samples = 0
-        self._binding_s: defaultdict[str, float] = defaultdict(float)
-        self._ended: defaultdict[str, _Sums] = defaultdict(_Sums)
-        self._by_environment: Counter[str] = Counter()
-        self._scores: defaultdict[str, list[float]] = defaultdict(list)
-        self._latencies: list[float] = []
-        self._lengths: list[int] = []
-        self._rewards: list[float] = []
-        self._generated = 0
-        self._truncated = 0
-        self._segments = 0
-        self._mixed = 0
+        self._window = _Window(time.monotonic())
 
     def run(self) -> None:
         """The thread's body; returns when the supervisor says stop."""
@@ -133,45 +222,8 @@ class MetricsLoop:
         """Read the gauges once and take in what was counted."""
         gauges = self._gauges()
         with self._lock:
-            now_s = time.monotonic()
-            for name, value in gauges.items():
-                if isinstance(value, (int, float)):
-                    self._sums[name] += value
-            self._samples += 1
-            limit = str(gauges["limited_by"])
-            self._binding_s[limit] += now_s - self._sampled_s
-            self._limits_s[limit] += now_s - self._sampled_s
-            self._sampled_s = now_s
-            for outcome, group in _taken(self._meters.finished):
-                self._describe("admitted", group)
-                if outcome is not None:
-                    self._describe(outcome, group)
-                for t in group.trajectories:
-                    self._take(group.prompt.environment, t)
-            for seconds, flight in _taken(self._meters.failed):
-                for name in ("admitted", "failed"):
-                    self._ended[name].add(seconds, flight.landed.values())
-                self._by_environment[f"groups_failed/{flight.prompt.environment}"] += 1
-            for group in _taken(self._meters.trained):
-                self._describe("trained", group)
-
-    def _describe(self, what: str, group: Group) -> None:
-        seconds = max(t.ended_s for t in group.trajectories) - min(t.started_s for t in group.trajectories)
-        self._ended[what].add(seconds, group.trajectories)
-        if what != "admitted":  # counted when they came in
-            self._by_environment[f"groups_{what}/{group.prompt.environment}"] += 1
-
-    def _take(self, environment: str, t: Trajectory) -> None:
-        self._latencies.append(t.ended_s - t.started_s)
-        self._lengths.append(len(t.token_ids))
-        self._rewards.append(t.reward)
-        self._generated += t.trainable_tokens
-        self._truncated += t.finish_reason == "length"
-        self._segments += len(t.segments)
-        self._mixed += t.head != t.tail
-        self._scores[f"reward/{environment}"].append(t.reward)
-        for part, value in t.reward_parts.items():
-            self._scores[f"reward/{environment}/{part}"].append(value)
+            self._limits_s[str(gauges["limited_by"])] += self._window.add_gauges(gauges, time.monotonic())
+            self._window.add_meters(self._meters)
 
     def drain(self) -> dict[str, float]:
         """What happened since the last drain.
@@ -189,39 +241,8 @@ class MetricsLoop:
         self.sample()
         with self._lock:
             now_s = time.monotonic()
-            seconds = max(now_s - self._since_s, 1e-9)
-            metrics: dict[str, float] = {f"queue/{name}": total / self._samples for name, total in self._sums.items()}
-            for limit, bound_s in self._binding_s.items():
-                metrics[f"limit/{limit}"] = bound_s / seconds
-            for name, value in _taken(self._meters.timings):
-                metrics[name] = metrics.get(name, 0.0) + value
-            counts = Counter(self._by_environment)
-            for name, count in _taken(self._meters.counts):
-                counts[name] += count
-            several = len(self._meters.environments) > 1
-            metrics |= {n: float(count) for n, count in counts.items() if several or not n.startswith("groups_")}
-            metrics |= {name: float(np.mean(scores)) for name, scores in self._scores.items()}
-            for what, ended in self._ended.items():
-                metrics[f"latency/{what}_s"] = ended.seconds / ended.groups
-                if ended.measured:
-                    metrics[f"length/{what}"] = ended.tokens / ended.measured
-            if self._latencies:
-                latency = np.asarray(self._latencies)
-                metrics |= {
-                    "rollout/finished": float(len(latency)),
-                    "rollout/per_s": len(latency) / seconds,
-                    "rollout/latency_mean_s": float(latency.mean()),
-                    "rollout/latency_p99_s": float(np.quantile(latency, 0.99)),
-                    "rollout/latency_max_s": float(latency.max()),
-                    "rollout/length_mean": float(np.mean(self._lengths)),
-                    "rollout/trainable_tokens": float(self._generated),
-                    "rollout/truncated_share": self._truncated / len(latency),
-                    "rollout/segments_mean": self._segments / len(latency),
-                    "rollout/mixed_share": self._mixed / len(latency),
-                    "rollout/reward_mean": float(np.mean(self._rewards)),
-                }
-            self._reset(now_s)
-        return metrics
+            ended, self._window = self._window, _Window(now_s)
+        return ended.condense(now_s, several_environments=len(self._meters.environments) > 1)
 
     def limits(self) -> str:
         """What bound admission over the whole run, most of the time first: ``"ahead 61 %, concurrency 39 %"``."""

@@ -175,11 +175,7 @@ class Orchestrator:
 
     def resume(self) -> None:
         """Open admission."""
-        self._books.open_admission(True)
-
-    def pause(self) -> None:
-        """Close admission; groups in the system go on, retries of their trajectories included."""
-        self._books.open_admission(False)
+        self._books.open_admission()
 
     def stop_admission(self) -> None:
         """Close admission for good."""
@@ -328,10 +324,6 @@ class Orchestrator:
     def limits(self) -> str:
         """What bound admission over the whole run, most of the time first."""
         return self._metrics.limits()
-
-    def waits(self) -> dict[str, str]:
-        """Which of our threads waits for what, for the stall report."""
-        return self._supervisor.waits()
 
     def outcomes(self) -> dict[str, int]:
         """Groups admitted, running, kept, and ended by outcome, over the whole run."""

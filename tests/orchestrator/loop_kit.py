@@ -195,6 +195,11 @@ def running(
     assert books["admitted"] == sum(books[o] for o in ("trained", "filtered", "failed", "dropped", "saved"))
 
 
+def waits(orchestrator: Orchestrator) -> dict[str, str]:
+    """Which thread waits for what, as a stall report would tell."""
+    return orchestrator._supervisor.waits()
+
+
 def step(orchestrator: Orchestrator, publish: bool = True) -> Batch:
     """Train one batch and publish the version it makes."""
     batch = orchestrator.next_batch(patient())

@@ -17,6 +17,7 @@ from loop_kit import (
     running,
     step,
     train,
+    waits,
 )
 
 from async_rl.orchestrator.seeds import sampling_seed
@@ -190,16 +191,16 @@ def test_the_dispatcher_wakes_by_itself_when_a_version_comes():
         by_hand.wait_started(1)
         by_hand.finish(0)
         step(orchestrator, publish=False)
-        eventually(lambda: orchestrator.waits().get("dispatcher", "").startswith("capacity (limited by bound)"))
+        eventually(lambda: waits(orchestrator).get("dispatcher", "").startswith("capacity (limited by bound)"))
         assert len(by_hand.started) == 1
         orchestrator.fleet.publish(1, FakeSource(1))  # nothing runs, nothing completes: only the version moves
         eventually(lambda: len(by_hand.started) == 2, seconds=2.0)
 
 
-def test_pause_admits_nothing_and_resume_goes_on():
+def test_nothing_is_admitted_before_admission_is_opened():
     by_hand = ByHand()
     with running(by_hand, resume=False, batch_size=1, group_size=1, max_staleness=0) as orchestrator:
-        eventually(lambda: "paused" in orchestrator.waits().get("dispatcher", ""))
+        eventually(lambda: "paused" in waits(orchestrator).get("dispatcher", ""))
         assert by_hand.started == []
         orchestrator.resume()
         by_hand.wait_started(1)

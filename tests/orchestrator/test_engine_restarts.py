@@ -17,6 +17,7 @@ from loop_kit import (
     running,
     step,
     train,
+    waits,
 )
 
 from async_rl.orchestrator.ledger import Ledger
@@ -229,7 +230,7 @@ def test_while_one_engine_is_down_the_other_takes_its_groups_and_every_load():
         step(orchestrator)
         orchestrator.fleet.wait_served(1, patient())  # the dead one is not waited for
         assert engines[1].version == 1
-        assert "engine a to start again" in orchestrator.waits()["restart-a"]
+        assert "engine a to start again" in waits(orchestrator)["restart-a"]
         go.set()
         eventually(lambda: engines[0].version == 1 and orchestrator.snapshot()["engines_open"] == 2)
 

@@ -23,6 +23,7 @@ from loop_kit import (
     running,
     step,
     train,
+    waits,
 )
 
 from async_rl.orchestrator.ledger import Ledger
@@ -490,7 +491,7 @@ def test_snapshot_metrics_and_waits():
         assert sum(shares) == pytest.approx(1.0, abs=0.05)
         assert "concurrency" in orchestrator.limits()
         assert "rollout/finished" not in orchestrator.drain_metrics()  # an interval is told once
-        assert orchestrator.waits()["metrics"].startswith("the next reading of the gauges")
+        assert waits(orchestrator)["metrics"].startswith("the next reading of the gauges")
 
 
 def test_events_tell_of_groups_and_loads():
@@ -551,7 +552,7 @@ def test_the_first_step_after_a_resume_admits_no_more_than_the_bound():
     )
     settings = {"batch_size": 8, "group_size": 1, "max_staleness": 2, "admit_ahead": 2, "max_concurrent": 10**6}
     with running(by_hand, start_version=40, recovered=recovery, max_steps=100, **settings) as orchestrator:
-        eventually(lambda: orchestrator.waits().get("dispatcher", "").startswith("capacity (limited by bound)"))
+        eventually(lambda: waits(orchestrator).get("dispatcher", "").startswith("capacity (limited by bound)"))
         assert orchestrator.snapshot()["running"] == 19
         assert orchestrator.snapshot()["kept"] == 5
         eventually(lambda: len(by_hand.started) == 19)
@@ -569,13 +570,13 @@ def test_recorded_batches_are_trained_again_before_anything_is_admitted(tmp_path
     settings = {"ledger": reopened, "start_version": 2, "recovered": recovery, "max_steps": 5, "max_staleness": 0}
     with running(by_hand, **settings) as orchestrator:
         for before in first[2:]:
-            eventually(lambda: "replay" in orchestrator.waits().get("dispatcher", ""))
+            eventually(lambda: "replay" in waits(orchestrator).get("dispatcher", ""))
             batch = step(orchestrator, publish=False)
             assert batch.version == before.version
             assert [g.id for g in batch.groups] == [g.id for g in before.groups]
             assert batch.advantages == before.advantages
             assert [t.logprobs for t in batch.trajectories] == [t.logprobs for t in before.trajectories]
-        assert "replay" in orchestrator.waits()["dispatcher"]  # trained again, but the engines serve version 2 still
+        assert "replay" in waits(orchestrator)["dispatcher"]  # trained again, but the engines serve version 2 still
         assert by_hand.started == []
         orchestrator.fleet.publish(4, FakeSource(4))
         assert {t.group_id for t in by_hand.wait_started(4)} == {8, 9}

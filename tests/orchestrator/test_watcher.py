@@ -4,7 +4,7 @@ import asyncio
 import threading
 
 import pytest
-from loop_kit import ByHand, FakeEngine, FakeSource, at_once, eventually, finished, patient, running, step, train
+from loop_kit import ByHand, FakeEngine, FakeSource, at_once, eventually, finished, patient, running, step, train, waits
 
 from async_rl.orchestrator.watcher import LoadError
 
@@ -63,7 +63,7 @@ def test_the_version_moves_only_after_the_load_returned():
     engine = FakeEngine(on_load=on_load)
     with running(at_once, engines=[engine], max_staleness=0) as orchestrator:
         step(orchestrator)
-        eventually(lambda: "loading version 1" in orchestrator.waits().get("watcher", ""))
+        eventually(lambda: "loading version 1" in waits(orchestrator).get("watcher", ""))
         assert orchestrator.snapshot()["served_version"] == 0
         assert orchestrator.outcomes()["admitted"] == 2  # at S = 0 nothing is admitted on the old version
         allowed.set()
@@ -87,7 +87,7 @@ def test_only_the_newest_is_loaded_and_every_source_is_released_once_read():
             orchestrator.batch_trained(batch)
             orchestrator.fleet.publish(source.version, source)
             if source.version == 1:
-                eventually(lambda: "loading version 1" in orchestrator.waits().get("watcher", ""))
+                eventually(lambda: "loading version 1" in waits(orchestrator).get("watcher", ""))
         assert [s.released for s in sources] == [False, True, True, False]
         allowed.set()
         orchestrator.fleet.wait_served(4, patient())
@@ -158,7 +158,7 @@ def test_when_a_load_waits_for_the_rollouts(policy, versions_alive, drains):
         by_hand.finish(0)
         step(orchestrator)
         if drains:
-            eventually(lambda: "to be free for a load" in orchestrator.waits().get("watcher", ""))
+            eventually(lambda: "to be free for a load" in waits(orchestrator).get("watcher", ""))
             assert engines[0].version == 0
         else:
             orchestrator.fleet.wait_served(1, patient())
@@ -193,7 +193,7 @@ def test_no_load_is_applied_while_loads_are_held():
     with running(at_once, engines=[engine]) as orchestrator:
         with orchestrator.fleet.hold_loads():
             step(orchestrator)
-            eventually(lambda: "to be free for a load" in orchestrator.waits().get("watcher", ""))
+            eventually(lambda: "to be free for a load" in waits(orchestrator).get("watcher", ""))
             assert engine.loads == [0]
         orchestrator.fleet.wait_served(1, patient())
 
@@ -208,7 +208,7 @@ def test_holding_waits_for_the_load_that_is_going_on():
 
     with running(at_once, engines=[FakeEngine(on_load=on_load)]) as orchestrator:
         step(orchestrator)
-        eventually(lambda: "loading version 1" in orchestrator.waits().get("watcher", ""))
+        eventually(lambda: "loading version 1" in waits(orchestrator).get("watcher", ""))
         threading.Timer(0.05, allowed.set).start()
         with orchestrator.fleet.hold_loads():
             order.append("held")
