@@ -148,6 +148,7 @@ def live(spec: LifeSpec, to_parent: Connection) -> None:
     pl.seed_everything(spec.seed, verbose=False)
     trainer = AsyncRLTrainer(
         max_steps=spec.max_steps,
+        enable_progress_bar=False,
         max_staleness=spec.max_staleness,
         seed=spec.seed,
         run_dir=spec.run_dir,

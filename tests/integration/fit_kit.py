@@ -41,6 +41,7 @@ def make_trainer(run_dir, **kwargs):
         "evaluate_at": "never",
         "parity_check": False,
         "logger": False,
+        "enable_progress_bar": False,
     } | kwargs
     return AsyncRLTrainer(run_dir=run_dir, accelerator="cpu", **kwargs)
 

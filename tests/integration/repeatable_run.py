@@ -39,6 +39,7 @@ def run(model_dir, run_dir, *, callbacks=(), resume=False):
     pl.seed_everything(5, verbose=False)
     trainer = AsyncRLTrainer(
         max_steps=6, max_staleness=0, seed=3, run_dir=run_dir, resume=resume, evaluate_at="never",
+        enable_progress_bar=False,
         logger=JsonlLogger(Path(run_dir) / "metrics.jsonl"), accelerator="cpu", checkpoint_every=2,
         callbacks=list(callbacks),
     )  # fmt: skip

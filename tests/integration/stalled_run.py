@@ -39,6 +39,7 @@ def main() -> None:
     engine = ScriptedEngine(lambda prompt, seed: [11, 12], 0.01)
     trainer = AsyncRLTrainer(
         max_steps=9, max_staleness=2, run_dir=Path(sys.argv[2]), evaluate_at="never", parity_check=False, logger=False,
+        enable_progress_bar=False,
         accelerator="cpu", callbacks=[Steps()], stall_timeout_s=1.5, shutdown_timeout_s=3.0,
     )  # fmt: skip
     data = RolloutDataModule(

@@ -111,6 +111,7 @@ def run(case, model_dir, run_dir):
     logging.basicConfig(level=logging.WARNING, stream=sys.stderr, format="%(levelname)s %(message)s")
     trainer = AsyncRLTrainer(
         max_steps=9, max_staleness=2, run_dir=run_dir, evaluate_at="never", parity_check=False, logger=False,
+        enable_progress_bar=False,
         accelerator="cpu", callbacks=[Ends(hang)], shutdown_timeout_s=TIMEOUT_S,
     )  # fmt: skip
     data = RolloutDataModule(

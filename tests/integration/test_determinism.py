@@ -30,6 +30,7 @@ def losses(model_dir, run_dir, seed):
     )
     trainer = AsyncRLTrainer(
         max_steps=3, max_staleness=0, seed=seed, run_dir=run_dir, evaluate_at="never", logger=False, accelerator="cpu",
+        enable_progress_bar=False,
         enable_checkpointing=False,
     )  # fmt: skip
     original = policy.training_step

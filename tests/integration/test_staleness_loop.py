@@ -139,26 +139,6 @@ def test_wait_gives_nothing_up_and_says_nothing(tiny_model_dir, tmp_path, caplog
     assert warnings_of(caplog) == []
 
 
-@pytest.mark.parametrize(
-    ("bad", "message"),
-    [
-        ({"stale_policy": "mask"}, "stale_policy=mask.*acknowledge_staleness=true"),
-        ({"stale_policy": "allow"}, "stale_policy=allow.*acknowledge_staleness=true"),
-        ({"oversample_factor": 1.5}, "oversample_factor=1.5 has no room with admit_ahead=2 = max_staleness"),
-        ({"oversample_factor": 1.5, "max_staleness": 4, "admit_ahead": 4}, "lower admit_ahead below 4"),
-        ({"oversample_factor": 0.5}, "oversample_factor must be at least 1"),
-        ({"admit_ahead": 3}, "admit_ahead=3 has no effect above max_staleness=2"),
-        ({"stale_policy": "maybe", "acknowledge_staleness": True}, "stale_policy"),
-    ],
-)
-def test_impossible_settings_are_refused_before_the_engine_starts(tiny_model_dir, tmp_path, bad, message):
-    data = make_data()
-    with pytest.raises(ValueError, match=message):
-        make_trainer(tmp_path, **bad).fit(make_policy(tiny_model_dir), datamodule=data)
-    assert not data.engines[0].loads
-    assert not list(tmp_path.iterdir())
-
-
 def test_groups_admitted_for_oversampling_are_trained_within_the_bound(tiny_model_dir, tmp_path):
     batches = Batches()
     trainer = make_trainer(
