@@ -25,6 +25,7 @@ from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 
 from async_rl.config import ConfigError, Problem, RunConfig, keys_help, known_keys
 from async_rl.config_check import nearest, parse
+from async_rl.config_engine import missing_key_hint
 from async_rl.console import first_line
 from async_rl.earlier_config import Continued
 from async_rl.engines.vllm_server_address import without_secret
@@ -216,6 +217,8 @@ def explain(error: Exception, overrides: Iterable[str]) -> str:
         key = found[1]
         given = next((o for o in overrides if o.lstrip("+~").startswith(f"{key}=")), key)
         section = key.partition(".")[0]
+        if hint := missing_key_hint(key):
+            return f"{key}: {hint}"
         if any(key.startswith(f"{open_section}.") for open_section in _OPEN_SECTIONS):
             return f"{given}: a key of {key.rpartition('.')[0]} is added with a plus: +{given}"
         if any(o.lstrip("+").startswith((f"{section}._target_=", f"{section}=custom")) for o in overrides):

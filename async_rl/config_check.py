@@ -249,8 +249,16 @@ def _sampling_rules(c: RunConfig) -> Iterator[Problem]:
     if c.rollout.sampling.temperature == 0:
         yield Problem(
             "rollout.sampling.temperature",
-            "0 makes all rollouts of a prompt the same, so there is nothing to learn from; give a number > 0 "
-            "(greedy evaluation is run.evaluation.sampling.temperature=0)",
+            f"0 makes all group_size={c.group_size} rollouts of a prompt the same: there is nothing to learn from; give "
+            "a number > 0 (greedy evaluation is run.evaluation.sampling.temperature=0 run.evaluation.samples=1)",
+        )
+    evaluation = c.run.evaluation
+    evaluates = evaluation.at != "never" or c.eval_every > 0
+    if evaluates and evaluation.sampling.temperature == 0 and evaluation.samples > 1:
+        yield Problem(
+            "run.evaluation.samples",
+            f"{evaluation.samples} with run.evaluation.sampling.temperature=0 draws the same sample so often for each "
+            "prompt; set run.evaluation.samples=1, or a temperature > 0",
         )
     full = {"top_p": 1.0, "top_k": 0, "min_p": 0.0}
     for name, value in full.items():

@@ -10,6 +10,8 @@ from async_rl.engines.vllm_server_address import KEY_VARIABLE, check_url
 
 MOST_GPU_MEMORY = 0.95
 """Share of a GPU's memory that engines on it may take together."""
+EXAMPLE = "http://127.0.0.1:8001"
+KEY_FIX = f"remove it and set the environment variable {KEY_VARIABLE} here and where the servers run"
 
 
 def engine_rules(c: RunConfig) -> Iterator[Problem]:
@@ -31,6 +33,12 @@ def engine_rules(c: RunConfig) -> Iterator[Problem]:
             f"{dtypes['run.evaluation.engine']} with engine.dtype={dtypes['engine']}: weights are published once, for "
             "all engines; make them the same",
         )
+    if shared := _urls_of(c.engine) & _urls_of(c.run.evaluation.engine or {}):
+        yield Problem(
+            "run.evaluation.engine.urls",
+            f"{min(shared)} is one of engine.urls, and a server serves one version at a time; give another server, or "
+            "leave run.evaluation.engine at null: then the engines of training evaluate, too",
+        )
     if c.hardware.kind == "gpu":
         yield from _memory_rules(nodes)
     else:
@@ -47,13 +55,29 @@ def _node_rules(path: str, engine: Component) -> Iterator[Problem]:
         if "key" in str(name).lower():
             yield Problem(
                 f"{path}.{name}",
-                "a key in a config ends up in files and logs; remove it and set the environment variable "
-                f"{KEY_VARIABLE} here and where the servers run",
+                f"a key in a config ends up in files and logs; {KEY_FIX}",
             )
     if not is_count(replicas := engine.get("replicas", 1)):
         yield Problem(f"{path}.replicas", f"{replicas!r} is not possible; give a whole number >= 1")
     elif "urls" in engine:
         yield from _url_rules(path, engine, replicas)
+
+
+def missing_key_hint(key: str) -> str:
+    """What to do about a key of an engine section that is not there; empty where nothing particular is known."""
+    section, _, name = key.rpartition(".")
+    if section.rpartition(".")[2] != "engine":
+        return ""
+    if name == "replicas":
+        return f"servers are counted by their addresses: list more of them, {section}.urls=[{EXAMPLE},{EXAMPLE[:-1]}2]"
+    if any(word in name.lower() for word in ("key", "token", "password", "secret")):
+        return f"a key in a config ends up in files and logs; {KEY_FIX}"
+    return ""
+
+
+def _urls_of(engine: Component) -> set[str]:
+    urls = engine.get("urls")
+    return {str(url).rstrip("/") for url in urls} if isinstance(urls, list | tuple) else set()
 
 
 def is_count(value: Any) -> bool:
@@ -80,7 +104,7 @@ def _memory_rules(nodes: Mapping[str, Component]) -> Iterator[Problem]:
 def _url_rules(path: str, engine: Component, replicas: int) -> Iterator[Problem]:
     urls = engine["urls"]
     if not isinstance(urls, list | tuple) or not urls or not all(isinstance(url, str) for url in urls):
-        yield Problem(f"{path}.urls", f"give the servers' addresses, for example {path}.urls=[http://127.0.0.1:8001]")
+        yield Problem(f"{path}.urls", f"give the servers' addresses, for example {path}.urls=[{EXAMPLE}]")
         return
     if replicas > 1:
         yield Problem(f"{path}.replicas", f"servers are counted by {path}.urls; remove it")

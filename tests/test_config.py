@@ -120,7 +120,7 @@ def test_a_mixture_that_does_not_fit_is_refused(overrides, message):
 
 def test_evaluation_samples_as_training_does_unless_told_otherwise():
     sampling = composed(
-        "rollout.sampling.max_tokens=9", "run.evaluation.sampling.temperature=0"
+        "rollout.sampling.max_tokens=9", "run.evaluation.sampling.temperature=0", "run.evaluation.samples=1"
     ).run.evaluation.sampling
     assert (sampling.max_tokens, sampling.temperature) == (9, 0)
 
@@ -216,6 +216,12 @@ def test_an_impossible_value_is_refused_naming_what_is_possible_and_where_it_cam
             "raise",
         ),
         (["rollout.sampling.temperature=0"], "rollout.sampling.temperature", "run.evaluation.sampling.temperature"),
+        (["rollout.sampling.temperature=0"], "rollout.sampling.temperature", "group_size=8"),
+        (
+            ["run.evaluation.sampling.temperature=0"],
+            "run.evaluation.samples",
+            "4 with run.evaluation.sampling.temperature=0",
+        ),
         (["rollout.sampling.top_p=0.9"], "rollout.sampling.top_p", "set it to 1"),
         (["rollout.sampling.top_k=20"], "rollout.sampling.top_k", "set it to 0"),
         (["engine=vllm", "rollout.sampling.max_tokens=4096"], "rollout.sampling.max_tokens", "engine.max_model_len"),
@@ -254,6 +260,7 @@ def test_a_contradiction_is_refused_naming_the_key_and_the_fix(overrides, key, f
         ["rollout.group_completion=quorum", "rollout.min_group_size=6", "rollout.straggler_timeout_s=3"],
         ["group_size=1", "algorithm=batch_normalised", "algorithm.advantage.group_baseline=false"],
         ["run.evaluation.sampling.top_p=0.9"],
+        ["run.evaluation.sampling.temperature=0", "run.evaluation.at=never"],
         ["rollout.last_batch=train", "rollout.epochs=1"],
         ["callbacks.progress=null", "logger=jsonl"],
         [f"{EARLY}=off"],

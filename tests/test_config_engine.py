@@ -11,6 +11,7 @@ import pytest
 from hydra import compose as hydra_compose
 from hydra import initialize_config_dir
 from omegaconf import open_dict
+from test_config import refused
 
 from async_rl import compose, main
 from async_rl.config import ConfigError
@@ -50,6 +51,8 @@ OWN = "+engine@run.evaluation.engine"
         SERVERS,
         (*SERVERS, "engine.urls=['http://127.0.0.1:8001','http://[::1]:8002','https://localhost:8003']"),
         (*RUN, "engine=vllm", SAME_AGAIN),
+        (*SERVERS, "hardware=gpu", "engine.weight_transfer=nccl"),
+        (*SERVERS, "hardware=cpu", "engine.weight_transfer=file"),
         (*RUN, "engine=vllm", f"{OWN}=vllm", "run.evaluation.engine.max_num_seqs=8"),
         (*RUN, "engine=transformers", "+engine@run.evaluation.engine=transformers"),
         (*SERVERS, f"{OWN}=vllm_server", "run.evaluation.engine.urls=['http://127.0.0.1:8009']"),
@@ -71,10 +74,18 @@ def test_possible_engines(overrides):
         ((*SERVERS, "engine.urls=[]"), r"engine\.urls: give the servers' addresses"),
         ((*SERVERS, "engine.urls=8001"), r"engine\.urls: give the servers' addresses"),
         ((*SERVERS, "engine.urls=['http://127.0.0.1:8001','http://127.0.0.1:8001']"), "names a server twice"),
+        (
+            (*SERVERS, "hardware=cpu", "engine.weight_transfer=nccl"),
+            r"engine\.weight_transfer: nccl sends .*hardware\.kind=cpu.*engine\.weight_transfer=file",
+        ),
         ((*SERVERS, "+engine.replicas=2"), r"engine\.replicas: servers are counted by engine\.urls"),
         ((*SERVERS, "engine.urls=['http://10.0.0.7:8001']"), r"engine\.allow_remote=true"),
         ((*SERVERS, "engine.urls=['http://10.0.0.7:8001']", "engine.allow_remote=true"), KEY_VARIABLE),
         ((*SERVERS, "engine.urls=['127.0.0.1:8001']"), "is no address"),
+        (
+            (*SERVERS, SAME_AGAIN),
+            r"run\.evaluation\.engine\.urls: http://127\.0\.0\.1:8001 is one of engine\.urls.*leave run\.evaluation",
+        ),
         ((*RUN, SAME_AGAIN, "run.evaluation.at=never"), r"run\.evaluation\.engine: is never used with"),
         (
             (*SERVERS, f"{OWN}=vllm_server", "run.evaluation.engine.urls=[]"),
@@ -108,12 +119,38 @@ def test_impossible_engines_are_refused_with_the_fix(overrides, message, monkeyp
     assert re.search(message, problems(*overrides))
 
 
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        (
+            "engine.replicas=2",
+            "engine.replicas: servers are counted by their addresses: list more of them, engine.urls=[",
+        ),
+        (
+            "engine.api_key=x",
+            f"engine.api_key: a key in a config ends up in files and logs; remove it and set .*{KEY_VARIABLE}",
+        ),
+        ("engine.token=x", f"engine.token: a key .*{KEY_VARIABLE}"),
+        ("engine.urlz=x", r"there is no key engine\.urlz; did you mean"),
+    ],
+)
+def test_keys_that_servers_do_not_have_come_with_what_there_is_instead(override, message):
+    assert re.search(message.replace("[", r"\["), refused("engine=vllm_server", override))
+
+
 def test_a_remote_server_with_leave_and_a_key_is_allowed(monkeypatch):
     monkeypatch.setenv(KEY_VARIABLE, SECRET)
     assert problems(*SERVERS, "engine.urls=['http://10.0.0.7:8001']", "engine.allow_remote=true") == ""
 
 
-@pytest.mark.parametrize("where", [f"engine.urls=[http://me:{SECRET}@127.0.0.1:8001]", f"+engine.api_key={SECRET}"])
+@pytest.mark.parametrize(
+    "where",
+    [
+        f"engine.urls=[http://me:{SECRET}@127.0.0.1:8001]",
+        f"+engine.api_key={SECRET}",
+        f"engine.api_key={SECRET}",
+    ],
+)
 def test_a_secret_in_the_config_is_refused_and_shown_nowhere(tmp_path, where):
     command = [sys.executable, str(ROOT / "train.py"), "engine=vllm_server", where, f"run_dir={tmp_path / 'run'}"]
     done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, timeout=60)
@@ -178,7 +215,12 @@ def test_one_replica_is_the_engine_as_it_is_and_too_few_cores_are_refused():
             ["eval-0", "eval-1"],
             "",
         ),
-        ("engine=vllm_server", (SAME_AGAIN,), ["eval-0"], ""),
+        (
+            "engine=vllm_server",
+            (f"{OWN}=vllm_server", "run.evaluation.engine.urls=['http://127.0.0.1:8009']"),
+            ["eval-0"],
+            "",
+        ),
         ("engine=transformers", (), [], ""),
     ],
 )

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 from async_rl.types import RunError, Segment
 from async_rl.weights.base import WeightSource
+
+SessionT = TypeVar("SessionT")
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,6 +132,9 @@ class Engine(Protocol):
             ``max_engine_restarts`` while another engine is open; with none open, the run ends after
             ``start_timeout_s`` seconds.
         start_timeout_s: Longest start, seconds; needed with ``restarts_itself``.
+        max_context: Most tokens the model can see at once, those it samples included, >= 2; ``None`` where it is not
+            known or the engine has not started. A conversation that has outgrown it ends as its budget does; an engine
+            without it has to refuse such requests itself.
     """
 
     name: str
@@ -191,3 +196,14 @@ class BusyClock:
     def read(self, now_s: float) -> float:
         """Busy seconds so far."""
         return self.total_s + (now_s - self.since_s if self.running else 0.0)
+
+
+def running(session: SessionT | None, name: str) -> SessionT:
+    """What exists while an engine runs.
+
+    Raises:
+        EngineError: it does not run; names it.
+    """
+    if session is None:
+        raise EngineError(f"engine {name} is not running: await start() first")
+    return session

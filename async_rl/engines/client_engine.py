@@ -8,7 +8,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from async_rl.engines.base import EngineDiedError, EngineError, EngineStats, Generation, GenerationRequest
+from async_rl.engines.base import EngineDiedError, EngineStats, Generation, GenerationRequest, running
 from async_rl.engines.loop_thread import LoopThread
 from async_rl.engines.vllm_client import LoadTimings, VLLMClient
 from async_rl.weights.base import WeightSource
@@ -57,12 +57,17 @@ class ClientEngine(ABC):
     @property
     def weight_backend(self) -> str:
         """Weight-transfer back end it loads through, for ``make_publisher`` (known once it has started)."""
-        return self._running().client.weight_backend
+        return running(self._session, self.name).client.weight_backend
+
+    @property
+    def max_context(self) -> int | None:
+        """Most tokens the model sees at once, those it samples included; known while the engine runs."""
+        return self._session.client.core.max_model_len if self._session is not None else None
 
     @property
     def last_load(self) -> LoadTimings:
         """Where the seconds of the newest weight load went."""
-        return self._running().client.last_load
+        return running(self._session, self.name).client.last_load
 
     @property
     def died(self) -> EngineDiedError | None:
@@ -91,12 +96,12 @@ class ClientEngine(ABC):
             EngineError: the engine died, failed a load or was closed.
             ValueError: the request can't be served (too long, an impossible sampling parameter).
         """
-        session = self._running()
+        session = running(self._session, self.name)
         return await session.thread.run(session.client.generate(request))
 
     async def score(self, token_ids: tuple[int, ...]) -> list[float]:
         """Log-probabilities of ``token_ids[1:]`` under the served weights at temperature 1."""
-        session = self._running()
+        session = running(self._session, self.name)
         return await session.thread.run(session.client.score(token_ids))
 
     async def load_weights(self, version: int, source: WeightSource) -> None:
@@ -106,7 +111,7 @@ class ClientEngine(ABC):
             EngineError: the load failed or was cancelled; the engine must not be used any more.
             ValueError: the source is for another weight back end.
         """
-        session = self._running()
+        session = running(self._session, self.name)
         await session.thread.run(session.client.load_weights(version, source))
 
     async def close(self) -> None:
@@ -130,8 +135,3 @@ class ClientEngine(ABC):
         """Counters, cheap, from any thread; they go on over a restart."""
         session = self._session
         return self._before + session.client.read_stats() if session is not None else self._before
-
-    def _running(self) -> Session:
-        if self._session is None:
-            raise EngineError(f"engine {self.name} is not running: await start() first")
-        return self._session

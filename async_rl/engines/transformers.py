@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from typing import TYPE_CHECKING
 
-from async_rl.engines.base import EngineError, EngineStats, Generation, GenerationRequest, SamplingParams
+from async_rl.engines.base import EngineError, EngineStats, Generation, GenerationRequest, SamplingParams, running
 from async_rl.weights.base import WeightSource
 
 if TYPE_CHECKING:
@@ -78,6 +78,11 @@ class TransformersEngine:
         self._threads = threads
         self._session: _Session | None = None
 
+    @property
+    def max_context(self) -> int | None:
+        """Most tokens the model sees at once, those it samples included; known while the engine runs."""
+        return self._session.model.max_context if self._session is not None else None
+
     async def start(self) -> None:
         """Read the model.
 
@@ -112,7 +117,7 @@ class TransformersEngine:
             EngineError: the engine died, failed a load, was closed or has no weights yet.
             ValueError: the request cannot be served: an empty or too long prompt, an impossible sampling parameter.
         """
-        session = self._running()
+        session = running(self._session, self.name)
         check_sampling(request.sampling)
         if not 0 < len(request.prompt_token_ids) < session.model.max_len:
             raise ValueError(
@@ -123,7 +128,7 @@ class TransformersEngine:
 
     async def score(self, token_ids: tuple[int, ...]) -> list[float]:
         """Log-probabilities of ``token_ids[1:]`` under the served weights at temperature 1."""
-        return await asyncio.wrap_future(self._running().worker.score(token_ids))
+        return await asyncio.wrap_future(running(self._session, self.name).worker.score(token_ids))
 
     async def load_weights(self, version: int, source: WeightSource) -> None:
         """Copy the weights in between two tokens; returns once every later token uses ``version``.
@@ -131,7 +136,7 @@ class TransformersEngine:
         Raises:
             EngineError: the weights could not be read or do not fit; the engine must not be used any more.
         """
-        await asyncio.wrap_future(self._running().worker.load(version, source))
+        await asyncio.wrap_future(running(self._session, self.name).worker.load(version, source))
 
     async def close(self) -> None:
         """End the thread and free the model. Idempotent; works on an engine that never started or died.
@@ -146,11 +151,6 @@ class TransformersEngine:
     def stats(self) -> EngineStats:
         """Counters since the start; all zero while the engine is not running."""
         return self._session.worker.stats() if self._session is not None else EngineStats()
-
-    def _running(self) -> _Session:
-        if self._session is None:
-            raise EngineError(f"engine {self.name} is not running: await start() first")
-        return self._session
 
 
 class _Session:

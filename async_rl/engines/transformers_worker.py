@@ -64,7 +64,8 @@ class LoadedModel:
         ends = ends if isinstance(ends, list) else [ends]
         self.end_tokens = frozenset(i for i in [*ends, self.tokenizer.eos_token_id] if i is not None)
         limits = [settings.max_model_len, getattr(self.model.config, "max_position_embeddings", None)]
-        self.max_len = min((n for n in limits if n is not None), default=1 << 62)
+        self.max_context = min((n for n in limits if n is not None), default=None)
+        self.max_len = self.max_context or 1 << 62
 
     def finish_reason(self, row: Row) -> str | None:
         """Why ``row`` is finished after its last token, ``None`` while it is not."""

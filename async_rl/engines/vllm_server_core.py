@@ -216,7 +216,7 @@ class ServerCore:
             )
 
     async def _call(self, name: str, body: Mapping[str, Any] | None = None, timeout_s: float | None = None) -> Any:
-        """One of the routes of :class:`async_rl.engines.vllm_server_routes.ServerRoutes`; default: as long as it takes."""
+        """Call one of the routes of :class:`async_rl.engines.vllm_server_routes.ServerRoutes`."""
         timeout = aiohttp.ClientTimeout(total=timeout_s, sock_connect=CONNECT_TIMEOUT_S)
         with _connection(self._url):
             async with self._session.post(f"{self._url}/async_rl/{name}", json=body or {}, timeout=timeout) as response:

@@ -11,8 +11,8 @@ LEASE_S = 20.0
 """How long a run may give no sign of life before another one may have its server.
 
 A run asks its server twice a second. What keeps it from that for seconds (a big pickle that holds the interpreter's
-lock, swapping) must not cost it the server. And a run takes a silent server for dead after as long (``ANSWER_TIMEOUT_S``):
-when the lease has run out over a broken network, the run has given the server up, too.
+lock, swapping) must not cost it the server. And a run takes a silent server for dead after as long
+(``ANSWER_TIMEOUT_S``): when the lease has run out over a broken network, the run has given the server up, too.
 """
 
 RUN_HEADER = "X-Async-RL-Run"

@@ -34,7 +34,7 @@ class Chat:
         sampling: How to sample, for every turn.
         seed: Seed of the attempt; each turn gets its own, derived from it.
         request_prefix: Start of the request ids, for logs.
-        limits: What the attempt may use.
+        limits: What the attempt may use; the context is that of the engine where it holds less (``max_context``).
         template_rewrite: What to do where the template rewrites earlier turns: ``"refuse"`` or ``"split"``.
         reward_timeout_s: Deadline of one reward call, for environments that keep one.
 
@@ -70,6 +70,7 @@ class Chat:
         self._seed = seed
         self._request_prefix = request_prefix
         self._limits = limits or BudgetLimits()
+        self._engine_context: int | None = getattr(engine, "max_context", None)
         self._template_rewrite = template_rewrite
         self.reward_timeout_s = reward_timeout_s
         self._tools: tuple[Message, ...] = ()
@@ -147,8 +148,12 @@ class Chat:
         return ChatBudget(
             turns=None if limits.max_turns is None else limits.max_turns - self.turns,
             tokens=None if limits.max_generated_tokens is None else limits.max_generated_tokens - sum(self.loss_mask),
-            context=None if limits.max_context is None else limits.max_context - self._context_length,
+            context=None if self._max_context is None else self._max_context - self._context_length,
         )
+
+    @property
+    def _max_context(self) -> int | None:
+        return min((n for n in (self._limits.max_context, self._engine_context) if n is not None), default=None)
 
     @property
     def _context_length(self) -> int:
@@ -171,12 +176,14 @@ class Chat:
                 )
 
     def _check_context_left(self, length: int) -> None:
-        limit = self._limits.max_context
+        limit = self._max_context
         if limit is not None and length >= limit:
+            by_engine = limit == self._engine_context
+            what = f"{self._engine.name} holds {limit} (its max_model_len)" if by_engine else f"max_context is {limit}"
             raise ContextFullError(
-                f"the conversation has {length} tokens and max_context is {limit}: no room for another turn; shorten "
-                "the prompt, end the rollout earlier (chat.budget.context, or catch BudgetError), or raise "
-                "rollout.max_context and the engine's max_model_len"
+                f"the conversation has {length} tokens and {what}: no room for another turn; shorten the prompt, end "
+                "the rollout earlier (chat.budget.context, or catch BudgetError), or raise "
+                + ("the engine's max_model_len" if by_engine else "rollout.max_context")
             )
 
     def _turn_sampling(self, overrides: Mapping[str, Any]) -> SamplingParams:

@@ -39,7 +39,7 @@ def make_rollout(
         tokenizer: The Hugging Face tokenizer of the policy, with a chat template.
         sampling: How to sample every turn.
         reward_timeout_s: Deadline of one reward call.
-        limits: What one attempt may use; default no limit but the engine's.
+        limits: What one attempt may use; default: no limit but the engine's context.
         template_rewrite: What to do where the chat template rewrites earlier turns: fail the attempt (``"refuse"``), or
             go on in a fresh context that is trained as a sequence of its own (``"split"``).
 

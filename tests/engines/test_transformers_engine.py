@@ -305,6 +305,7 @@ def test_lengths(endless_dir: Path, models: list[Any]) -> None:
             await engine.generate(request(0, length=0))
         with pytest.raises(ValueError, match=r"sampling\.top_p=0"):
             await engine.generate(request(0, top_p=0.0))
+        assert engine.max_context == 20
         return await engine.generate(request(0, length=8))
 
     got = run(endless_dir, talk, models, max_model_len=20)

@@ -306,6 +306,14 @@ def test_kv_max_age_makes_running_requests_recompute(
         assert max(differences) > 100 * TOLERANCE  # keys of the old weights remain: what the option is for
 
 
+def test_the_context_it_tells_is_what_it_can_hold(served: Served):
+    assert served.engine.max_context == 1024
+    generation = asyncio.run(served.engine.generate(request(prompt_of(1023), max_tokens=1)))
+    assert len(generation.token_ids) == 1
+    with pytest.raises(ValueError, match="1024"):
+        asyncio.run(served.engine.generate(request(prompt_of(1024), max_tokens=1)))
+
+
 def test_end_tokens_come_from_the_model_and_are_kept(served: Served):
     async def run() -> list[Generation]:
         jobs = [served.engine.generate(request(prompt_of(6, start=s), seed=s, max_tokens=100)) for s in range(60)]

@@ -231,6 +231,43 @@ def test_a_load_pauses_loads_resumes_and_what_spans_it_has_both_stamps(server: F
     assert server.bodies[-1]["cache_salt"] not in salts
 
 
+@pytest.mark.parametrize(("kv_max_age", "recomputed_at"), [(0, [1, 2]), (1, [2]), (None, [])])
+def test_kv_max_age_has_the_server_compute_old_keys_anew_before_it_goes_on(
+    server: FakeServer, kv_max_age: int | None, recomputed_at: list[int]
+):
+    engine = VLLMServerEngine(
+        server.url, weights_dir="w", dtype="float32", start_timeout_s=0.0, kv_max_age=kv_max_age
+    )  # fmt: skip
+    server.gate.clear()
+    seen, ages = [], []
+
+    async def run():
+        await engine.start()
+        await engine.load_weights(0, source(0))
+        running = asyncio.ensure_future(engine.generate(request()))
+        await asyncio.to_thread(server.started.acquire, timeout=PATIENCE_S)
+        client = engine._session.client
+        while not any(r.started for r in list(client._requests.values())):
+            await asyncio.sleep(0.005)
+        for version in (1, 2):
+            server.calls.clear()
+            await engine.load_weights(version, source(version))
+            ages.append(engine.stats().kv_age)
+            if "recompute" in server.calls:
+                seen.append(version)
+                assert server.calls[-3:] == ["load", "recompute", "resume"]
+        server.gate.set()
+        await running
+        return engine.stats().recomputes
+
+    try:
+        assert asyncio.run(run()) == len(recomputed_at)
+    finally:
+        asyncio.run(engine.close())
+    assert seen == recomputed_at
+    assert ages == {0: [0, 0], 1: [1, 0], None: [1, 2]}[kv_max_age]
+
+
 def test_a_request_without_a_token_is_sent_again_under_the_new_salt(server: FakeServer, engine: VLLMServerEngine):
     server.gate.clear()
 
@@ -432,6 +469,28 @@ def test_a_failed_load_ends_the_engine(server: FakeServer, engine: VLLMServerEng
     assert not isinstance(error.value, EngineDiedError)
     with pytest.raises(EngineError, match="version 1 failed"):
         asyncio.run(engine.generate(request()))
+
+
+def test_weights_travel_as_the_server_was_started_for(server: FakeServer):
+    def start(weight_transfer: str) -> str:
+        engine = VLLMServerEngine(
+            server.url, weights_dir="w", weight_transfer=weight_transfer, dtype="float32", start_timeout_s=0.0
+        )
+        try:
+            asyncio.run(engine.start())
+            return engine.weight_backend
+        finally:
+            asyncio.run(engine.close())
+
+    assert start("auto") == start("file") == "async_rl_file"
+    with pytest.raises(EngineError, match=r"not NCCL: .*serve --weight-transfer nccl`.*engine\.weight_transfer=file"):
+        start("nccl")
+    server.facts["weight_backend"] = "async_rl_nccl"
+    assert start("auto") == start("nccl") == "async_rl_nccl"
+    with pytest.raises(EngineError, match=r"not files: .*serve --weight-transfer file`.*engine\.weight_transfer=nccl"):
+        start("file")
+    with pytest.raises(ValueError, match="auto, file or nccl, not 'ipc'"):
+        start("ipc")
 
 
 @pytest.mark.parametrize(

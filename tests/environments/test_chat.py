@@ -271,6 +271,27 @@ def test_max_context_shortens_the_turn_then_refuses(tokenizer: Any) -> None:
     assert chat.finish_reason == "length"
 
 
+@pytest.mark.parametrize("limit", [None, 24, 1000])
+def test_the_engines_context_ends_a_conversation_as_the_budget_does(tokenizer: Any, limit: int | None) -> None:
+    engine = engine_saying(tokenizer, "abcdefgh", "x")
+    engine.max_context = 24 if limit != 24 else 1000  # type: ignore[attr-defined]
+    chat = make_chat(engine, tokenizer, limits=BudgetLimits(max_context=limit))
+
+    async def talk() -> None:
+        await chat.generate("hi")
+        assert (chat.budget.context, chat.budget.exhausted) == (0, True)
+        message = (
+            "max_context is 24.*rollout.max_context$" if limit == 24 else "scripted-0 holds 24 .*'s max_model_len$"
+        )
+        with pytest.raises(ContextFullError, match=message) as error:
+            await chat.generate("more")
+        assert error.value.reason == "context"
+
+    asyncio.run(talk())
+    assert [request.sampling.max_tokens for request in engine.requests] == [3]
+    assert chat.finish_reason == "length"
+
+
 def test_the_budget_counts_down_clips_and_ends(tokenizer: Any) -> None:
     engine = engine_saying(tokenizer, "abc<|im_end|>", "defgh", "x")
     limits = BudgetLimits(max_turns=3, max_generated_tokens=7, max_context=200)

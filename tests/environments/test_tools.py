@@ -308,6 +308,17 @@ def test_results_that_do_not_fit_end_the_attempt_with_what_there_is() -> None:
     assert trajectory.token_ids[-1] == model.tokenizer.eos_token_id
 
 
+def test_a_conversation_that_outgrows_the_engine_is_scored_for_what_there_is() -> None:
+    def long() -> str:
+        """Talks."""
+        return "word " * 5000
+
+    model = Model(call("long"), "42")
+    model.engine.max_context = 2000  # type: ignore[attr-defined]
+    trajectory = model.run(Products(long))
+    assert (trajectory.turns, counts(trajectory)) == (1, (1, 0, 0))
+
+
 def test_no_budget_for_the_first_turn_fails_the_attempt() -> None:
     with pytest.raises(BudgetError, match="max_context is 20"):
         Model("42").run(Products(), limits=BudgetLimits(max_context=20))

@@ -135,7 +135,7 @@ def test_an_evaluation_engine_that_nothing_would_use_is_refused(tiny_model_dir, 
     assert not own.loads
 
 
-def test_greedy_evaluation_of_many_samples_is_said_to_be_a_waste(tiny_model_dir, tmp_path, caplog):
+def test_greedy_evaluation_of_many_samples_is_refused(tiny_model_dir, tmp_path):
     data = make_data(eval_sampling=SamplingParams(max_tokens=8, temperature=0.0), eval_limit=1)
-    make_trainer(tmp_path, max_steps=1, evaluate_at="ends").fit(make_policy(tiny_model_dir), datamodule=data)
-    assert "eval_samples=1" in caplog.text
+    with pytest.raises(ValueError, match=r"eval_samples=4 with eval_sampling's temperature=0 .* set eval_samples=1"):
+        make_trainer(tmp_path, evaluate_at="ends").fit(make_policy(tiny_model_dir), datamodule=data)
