@@ -58,14 +58,13 @@ def parse(arguments: list[str]) -> argparse.Namespace:
 def main(arguments: list[str]) -> None:
     """Serve until SIGINT or SIGTERM."""
     given = parse(arguments)
-    scratch = Scratch()
     from vllm.platforms import current_platform
 
     on_cpu = current_platform.is_cpu()
     if on_cpu and given.weight_transfer == "nccl":
-        sys.exit(
-            "--weight-transfer nccl needs a GPU, and this is vLLM's CPU build: leave it out, weights come as files"
-        )
+        print("--weight-transfer nccl needs a GPU: leave it out, weights come as files", file=sys.stderr)
+        sys.exit(2)
+    scratch = Scratch()
     settings = _settings(given)
     cores = engine_cores(given.cpu_cores, sorted(os.sched_getaffinity(0))) if on_cpu else []
     os.environ.update(child_environment(settings, scratch.name, cores, on_cpu))

@@ -1,11 +1,12 @@
 """NcclPublisher and NcclLink: weights copied aside on the trainer's GPU, and sent to each engine by NCCL, as vLLM does.
 
-Nothing of vLLM is imported before an engine is to be sent weights.
+Nothing of vLLM is imported before a publisher is made.
 """
 
 from __future__ import annotations
 
 import base64
+import importlib
 import secrets
 import warnings
 from collections.abc import Mapping, Sequence
@@ -80,7 +81,7 @@ class NcclPublisher(BufferedPublisher):
         device: The trainer's GPU.
 
     Raises:
-        ValueError: the trainer is not on a GPU, or the dtype is not a floating-point one.
+        ValueError: the trainer is not on a GPU or has no vLLM, or the dtype is not a floating-point one.
     """
 
     backend = BACKEND
@@ -89,6 +90,13 @@ class NcclPublisher(BufferedPublisher):
         super().__init__(dtype)
         self._device = torch.device(device)
         check_device(self._device)
+        try:  # now, because it takes seconds
+            importlib.import_module("vllm.distributed.weight_transfer.nccl_engine")
+        except ImportError as error:
+            raise ValueError(
+                f"weight_transfer=nccl needs vLLM where the trainer runs as well ({error}): install it, or let weights "
+                "travel as files, with engine.weight_transfer=file"
+            ) from error
 
     def make_buffer(self, size: int) -> SentBuffer:
         """A new block of GPU memory."""
