@@ -249,8 +249,8 @@ def _sampling_rules(c: RunConfig) -> Iterator[Problem]:
     if c.rollout.sampling.temperature == 0:
         yield Problem(
             "rollout.sampling.temperature",
-            f"0 makes all group_size={c.group_size} rollouts of a prompt the same: there is nothing to learn from; give "
-            "a number > 0 (greedy evaluation is run.evaluation.sampling.temperature=0 run.evaluation.samples=1)",
+            f"0 makes all group_size={c.group_size} rollouts of a prompt the same: nothing is to be learnt from that; "
+            "give a number > 0 (greedy evaluation is run.evaluation.sampling.temperature=0 run.evaluation.samples=1)",
         )
     evaluation = c.run.evaluation
     evaluates = evaluation.at != "never" or c.eval_every > 0

@@ -23,7 +23,7 @@ _RETRY_S = 1.0
 
 
 class EngineLostError(RunError):
-    """An engine died and is not brought back any more; names it, and its cause is the first death of the run."""
+    """An engine died and does not come back any more; names it, and its cause is the first death of the run."""
 
 
 class EngineRestarts:
@@ -31,12 +31,12 @@ class EngineRestarts:
 
     An engine that was started again serves nothing; the watcher loads it, and only then its slot opens. A start that
     fails is another death. An engine that restarts itself (``engine.restarts_itself``: a remote server) is waited for
-    as long as another one is open.
+    as long as another one is open; with none open for ``engine.start_timeout_s`` seconds.
 
     Args:
         room: The lock and its conditions.
         slots: The engines.
-        max_restarts: Restarts of one run, all engines together, ``>= 0``.
+        max_restarts: Restarts of one run, all engines together, and outages with none but such servers, ``>= 0``.
         abandon: Has everything that was launched on an engine before given up.
         supervisor: Runs the restarts, says when to stop, takes the failure.
 
@@ -86,15 +86,12 @@ class EngineRestarts:
             self._first_death = self._first_death or error
             charged = not (self._restarts_itself(slot) and self._another_is_open(slot))
             if charged and self._charged >= self._max_restarts:
-                self._supervisor.fail(self._give_up(slot, error))
+                self._supervisor.fail(self._too_often(slot, error))
                 return
             self._charged += charged
             self.count += 1
             self._room.engines.notify_all()
-        log.warning(
-            "engine %s died (%s); starting it again (restart %d, max_engine_restarts=%d)",
-            *(slot.engine.name, error, self.count, self._max_restarts),
-        )
+        log.warning("engine %s died (%s); %s", slot.engine.name, error, self._what_now(slot))
         self._abandon(slot)
         name = f"restart-{slot.engine.name}"
         self._supervisor.spawn(name, partial(self._restart, slot, slot.incarnation), may_end=True)
@@ -103,7 +100,7 @@ class EngineRestarts:
         engine, began_s = slot.engine, time.monotonic()
         loop = asyncio.new_event_loop()
         try:
-            with self._supervisor.waiting(f"engine {engine.name} to start again"):
+            with self._supervisor.waiting(f"engine {engine.name} to come back"):
                 while True:
                     try:
                         if not self._supervisor.complete(loop, _close_and_start(engine)):
@@ -116,8 +113,8 @@ class EngineRestarts:
                             return
                         if self._another_is_open(slot):
                             began_s = time.monotonic()
-                        elif time.monotonic() - began_s > engine.start_timeout_s:  # type: ignore[attr-defined]
-                            raise self._give_up(slot, error) from error
+                        elif time.monotonic() - began_s > _start_timeout_s(slot):
+                            raise self._too_late(slot, error) from error
                     if self._supervisor.stopping.wait(_RETRY_S):
                         return
         finally:
@@ -126,14 +123,34 @@ class EngineRestarts:
             slot.lost = False
             self._room.engines.notify_all()
 
-    def _give_up(self, slot: EngineSlot, last: BaseException) -> EngineLostError:
-        name, first = slot.engine.name, self._first_death
-        failure = EngineLostError(
-            f"engine {name} died and is not started again: {self._charged} restarts were made "
-            f"(max_engine_restarts={self._max_restarts}). The first death: {first}"
-            + ("" if last is first else f". The last: {last}")
-            + ". See its log for why; raise run.max_engine_restarts if such deaths are to be expected"
+    def _what_now(self, slot: EngineSlot) -> str:
+        if not self._restarts_itself(slot):
+            return f"starting it again (restart {self.count}, max_engine_restarts={self._max_restarts})"
+        if self._another_is_open(slot):
+            return "the run goes on with the others, and takes it back when it is up again"
+        return (
+            f"waiting for it to come back, up to start_timeout_s={_start_timeout_s(slot):g} s, as no other engine is "
+            f"open (outage {self._charged}, max_engine_restarts={self._max_restarts})"
         )
+
+    def _too_often(self, slot: EngineSlot, last: BaseException) -> EngineLostError:
+        if self._restarts_itself(slot):
+            what = f"is not waited for: {self._charged} outages were waited out"
+        else:
+            what = f"is not started again: {self._charged} restarts were made"
+        fix = "See its log for why; raise run.max_engine_restarts if such deaths are to be expected"
+        return self._lost(slot, f"{what} (max_engine_restarts={self._max_restarts})", last, fix)
+
+    def _too_late(self, slot: EngineSlot, last: BaseException) -> EngineLostError:
+        what = f"did not come back within start_timeout_s={_start_timeout_s(slot):g} s, and no other engine is open"
+        return self._lost(
+            slot, what, last, "Start it again and resume the run; engine.start_timeout_s is how long it waits"
+        )
+
+    def _lost(self, slot: EngineSlot, what: str, last: BaseException, fix: str) -> EngineLostError:
+        first = self._first_death
+        told = f"The first death: {first}" + ("" if last is first else f". The last: {last}")
+        failure = EngineLostError(f"engine {slot.engine.name} died and {what}. {told}. {fix}")
         failure.__cause__ = first
         return failure
 
@@ -144,6 +161,10 @@ class EngineRestarts:
     @staticmethod
     def _restarts_itself(slot: EngineSlot) -> bool:
         return bool(getattr(slot.engine, "restarts_itself", False))
+
+
+def _start_timeout_s(slot: EngineSlot) -> float:
+    return float(slot.engine.start_timeout_s)  # type: ignore[attr-defined]
 
 
 async def _close_and_start(engine: EngineLike) -> None:

@@ -230,7 +230,7 @@ def test_while_one_engine_is_down_the_other_takes_its_groups_and_every_load():
         step(orchestrator)
         orchestrator.fleet.wait_served(1, patient())  # the dead one is not waited for
         assert engines[1].version == 1
-        assert "engine a to start again" in waits(orchestrator)["restart-a"]
+        assert "engine a to come back" in waits(orchestrator)["restart-a"]
         go.set()
         eventually(lambda: engines[0].version == 1 and orchestrator.snapshot()["engines_open"] == 2)
 
@@ -475,7 +475,7 @@ class Remote(Mortal):
     start_timeout_s = 0.2
 
 
-def test_a_server_that_restarts_itself_is_waited_for_and_costs_nothing_while_another_one_is_open(monkeypatch):
+def test_a_server_that_restarts_itself_is_waited_for_and_costs_nothing_while_another_one_is_open(monkeypatch, caplog):
     monkeypatch.setattr("async_rl.orchestrator.restarts._RETRY_S", 0.02)
 
     async def on_start(n):
@@ -489,6 +489,8 @@ def test_a_server_that_restarts_itself_is_waited_for_and_costs_nothing_while_ano
         eventually(lambda: engines[0].starts > 20)  # for longer than start_timeout_s
         step(orchestrator)
         eventually(lambda: orchestrator.snapshot()["engines_open"] == 2)
+    assert "engine a died (a is gone); the run goes on with the others, and takes it back when it is up" in caplog.text
+    assert "starting it again" not in caplog.text
 
 
 def test_a_server_has_its_start_timeout_from_the_moment_when_the_last_other_one_closed(monkeypatch):
@@ -506,7 +508,7 @@ def test_a_server_has_its_start_timeout_from_the_moment_when_the_last_other_one_
         step(orchestrator)
 
 
-def test_with_no_server_open_the_run_ends_after_the_start_timeout(monkeypatch):
+def test_with_no_server_open_the_run_ends_after_the_start_timeout(monkeypatch, caplog):
     monkeypatch.setattr("async_rl.orchestrator.restarts._RETRY_S", 0.02)
 
     async def on_start(n):
@@ -517,10 +519,25 @@ def test_with_no_server_open_the_run_ends_after_the_start_timeout(monkeypatch):
         step(orchestrator)
         engine.dead = True
         began_s = time.monotonic()
-        with pytest.raises(EngineLostError, match=r"engine a died .*The last: connection refused"):
+        told = (
+            r"engine a died and did not come back within start_timeout_s=0\.2 s, .*The last: connection refused\. Start"
+        )
+        with pytest.raises(EngineLostError, match=told):
             train(orchestrator)
         assert 0.2 < time.monotonic() - began_s < 5
         assert engine.starts > 2
+    assert "waiting for it to come back, up to start_timeout_s=0.2 s" in caplog.text
+    assert "outage 1, max_engine_restarts=1" in caplog.text
+
+
+def test_a_server_that_dies_too_often_with_no_other_open_ends_the_run():
+    engine = Remote("a", knows=True)
+    with running(at_once, engines=[engine], max_engine_restarts=0) as orchestrator:
+        step(orchestrator)
+        engine.dead = True
+        told = r"engine a died and is not waited for: 0 outages were waited out \(max_engine_restarts=0\)"
+        with pytest.raises(EngineLostError, match=told):
+            train(orchestrator)
 
 
 # the end
