@@ -174,6 +174,12 @@ def test_a_load_is_one_call_and_carries_the_label(open_routes):
     assert llm.calls[4][2] == {"weight_version": "t-3"}
 
 
+def test_running_requests_are_made_to_compute_their_keys_anew(open_routes):
+    llm = FakeLLM()
+    assert ask(open_routes, "POST", "/async_rl/recompute", {}, llm=llm) == (200, {"result": None})
+    assert [(name, kwargs) for name, _, kwargs in llm.calls] == [("reset", {"reset_running_requests": True})]
+
+
 @pytest.mark.parametrize(
     ("method", "path", "raw", "status"),
     [
