@@ -224,6 +224,7 @@ def test_an_impossible_value_is_refused_naming_what_is_possible_and_where_it_cam
         ),
         (["rollout.sampling.top_p=0.9"], "rollout.sampling.top_p", "set it to 1"),
         (["rollout.sampling.top_k=20"], "rollout.sampling.top_k", "set it to 0"),
+        (["rollout.sampling.min_p=0.1"], "rollout.sampling.min_p", "set it to 0"),
         (["engine=vllm", "rollout.sampling.max_tokens=4096"], "rollout.sampling.max_tokens", "engine.max_model_len"),
         (["rollout.max_context=16"], "rollout.sampling.max_tokens", "raise rollout.max_context"),
         (["engine=vllm", "rollout.max_context=4096"], "rollout.max_context", "engine.max_model_len=2048"),
