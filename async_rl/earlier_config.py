@@ -27,6 +27,8 @@ _UNUSED_BY_REPLAY = (
     *("environment", "engine", "rollout", "batch_size", "group_size", "max_concurrent", "admit_ahead"),
     *("oversample_factor", "sampling_policy", "eval_every", "run.evaluation"),
 )
+_OF_THE_RECORD = ("max_staleness", "stale_policy", "acknowledge_staleness")
+"""What a replay takes from the record, version by version, whatever is said."""
 _WRITING = ("engine", "callbacks", "logger", "run")
 """Sections with paths in the run directory."""
 _MISSING: Any = object()
@@ -57,7 +59,7 @@ class Continued:
         changed = [
             f"{key} {_shown(old)} -> {_shown(new)}"
             for key, old, new in _differences(self.before, now)
-            if any(_inside(key, given) for given in self.given)
+            if any(_inside(key, given) for given in self.given) and (self.config.resume or key not in _OF_THE_RECORD)
         ]
         verb = "going on with" if self.config.resume else "replaying with"
         return f"{verb} the settings in {self.directory / CONFIG}" + (

@@ -1,15 +1,16 @@
-"""recorded: keeps run.json while a trainer fits, also for a run that was started from Python."""
+"""recorded: holds the run directory and keeps run.json while a trainer fits, also where Python started the run."""
 
 from __future__ import annotations
 
 import os
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import TYPE_CHECKING
 
 from async_rl.callbacks.summary import RunSummary
 from async_rl.datamodule import RolloutDataModule
+from async_rl.run_lock import RunLock
 from async_rl.run_record import RunRecord
 
 if TYPE_CHECKING:
@@ -25,26 +26,31 @@ RECIPE = "none (Python)"
 def recorded(
     trainer: AsyncRLTrainer, policy: PolicyModule, data: RolloutDataModule | ReplayDataModule
 ) -> Iterator[None]:
-    """Write down what is taken, then, whatever ends the fit, what came of it.
+    """Hold the run directory, write down what is taken, then, whatever ends the fit, what came of it.
 
     Args:
-        trainer: With its own record, or without one: then a new one is made, and what it takes is written down.
+        trainer: With its own record, whose owner holds the directory, or without one: then both are made here, and what
+            the trainer takes is written down.
         policy: What it is going to train.
         data: What on.
+
+    Raises:
+        SettingError: another process, or another fit, is using the run directory.
     """
     record = trainer.record
-    if record is None:
-        record = RunRecord(trainer.run_dir, RECIPE, trainer.seed, {}, sys.argv)
-        record.start(_facts(trainer, policy, data))
+    with nullcontext() if record is not None else RunLock(trainer.run_dir):
+        if record is None:
+            record = RunRecord(trainer.run_dir, RECIPE, trainer.seed, {}, sys.argv)
+            record.start(_facts(trainer, policy, data))
 
-    trainer.shutdown.before_exit.append(record.finish)
-    try:
-        yield
-    finally:
-        trainer.shutdown.before_exit.remove(record.finish)
-        summaries = [c for c in trainer.callbacks if isinstance(c, RunSummary)]  # type: ignore[attr-defined]
-        record.add_results(trainer.evaluations, summaries[0].figures if summaries else {})
-        record.finish(trainer.end.reason, trainer.end.exit_code)
+        trainer.shutdown.before_exit.append(record.finish)
+        try:
+            yield
+        finally:
+            trainer.shutdown.before_exit.remove(record.finish)
+            summaries = [c for c in trainer.callbacks if isinstance(c, RunSummary)]  # type: ignore[attr-defined]
+            record.add_results(trainer.evaluations, summaries[0].figures if summaries else {})
+            record.finish(trainer.end.reason, trainer.end.exit_code)
 
 
 def _facts(trainer: AsyncRLTrainer, policy: PolicyModule, data: RolloutDataModule | ReplayDataModule) -> dict[str, str]:
@@ -55,12 +61,14 @@ def _facts(trainer: AsyncRLTrainer, policy: PolicyModule, data: RolloutDataModul
             "data": "; ".join(getattr(e, "source", "") or type(e).__name__ for e in environments),
             "engine": ", ".join(engines),
         }
+        steps = f"{trainer.max_steps}, max_staleness {trainer.staleness.max_staleness}"
     else:
         sources = {"data": f"recorded in {trainer.replay}"}
+        steps = data.run.described(trainer.max_steps)
     return {
         "model": getattr(policy.model, "name_or_path", "") or type(policy.model).__name__,
         **sources,
         "device": f"{policy.device.type}, {os.cpu_count()} cores, {trainer.precision}",
-        "steps": f"{trainer.max_steps}, max_staleness {trainer.staleness.max_staleness}",
+        "steps": steps,
         "results": str(trainer.run_dir),
     }

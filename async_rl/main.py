@@ -95,9 +95,10 @@ def _job(config: DictConfig, command: Sequence[str]) -> int:
             code, reason = _train(checked, choices, record)
     except KeyboardInterrupt:
         reason = "interrupted before training"
+        hint = ""
         if (Path(checked.run_dir) / DATABASE).exists():  # of an earlier process: a resume still works
-            code = EXIT_INTERRUPTED
-        print(reason, file=sys.stderr)
+            code, hint = EXIT_INTERRUPTED, f"; go on with resume=true run_dir={checked.run_dir}"
+        print(reason + hint, file=sys.stderr)
         raise SystemExit(code) from None
     finally:
         record.finish(reason, code)

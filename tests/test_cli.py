@@ -179,6 +179,19 @@ def test_an_interrupted_job_ends_the_sweep(command, monkeypatch):
     assert not Path("sweep/1").exists()
 
 
+def test_an_interruption_before_training_is_75_only_where_a_record_is(command, monkeypatch):
+    def interrupted(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(main, "_train", interrupted)
+    code, _, err = command("run_dir=here")
+    assert (code, err) == (1, "interrupted before training\n")
+    Path("here/run.db").touch()
+    code, _, err = command("run_dir=here", "resume=true")
+    assert (code, err) == (75, "interrupted before training; go on with resume=true run_dir=here\n")
+    assert json.loads(Path("here/run.json").read_text())["exit_code"] == 75
+
+
 # errors after the check
 
 

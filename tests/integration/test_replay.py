@@ -193,6 +193,7 @@ sys.exit(code)
     )  # fmt: skip
     assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"
     assert f"recorded in {narrowed}" in done.stdout
+    assert "changed: max_staleness" not in done.stdout
     assert "6 of 6 recorded batches of 2 x 4 rollouts, max_staleness 2, 0 from version 5 on" in done.stdout
     assert "ENGINES []" in done.stdout.splitlines()
     assert [row[0] for row in losses(tmp_path / "again")] == [1, 2, 3, 4, 5, 6]
