@@ -163,6 +163,7 @@ def _contradictions(config: RunConfig) -> list[Problem]:
         _loss_rules,
         engine_rules,
         _directory_rules,
+        _display_rules,
     )
     return [problem for rule in rules for problem in rule(config)]
 
@@ -361,3 +362,14 @@ def _directory_rules(c: RunConfig) -> Iterator[Problem]:
             close = nearest(name, MEANING)
             hint = f"did you mean {close}?" if close else f"these matter: {', '.join(MEANING)}"
             yield Problem("resume_allow", f"{name} is no key that a resume would refuse; {hint}")
+
+
+def _display_rules(c: RunConfig) -> Iterator[Problem]:
+    if c.run.lightning.get("enable_progress_bar") is False and (
+        c.callbacks.get("progress") or c.callbacks.get("summary")
+    ):
+        yield Problem(
+            "run.lightning.enable_progress_bar",
+            "false would not switch off callbacks that are configured; set callbacks.progress=null "
+            "callbacks.summary=null instead",
+        )

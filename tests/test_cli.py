@@ -120,6 +120,21 @@ def test_a_run_leaves_its_resolved_config_and_what_it_was_made_of(command, train
     assert record["ended"] >= record["started"]
 
 
+def test_a_run_without_a_recipe_is_not_called_by_that_of_the_base_config(command, trained, tmp_path):
+    assert command("environment=custom", "environment._target_=async_rl.environments.Arithmetic")[0] == 0
+    (directory,) = (tmp_path / "runs" / "custom").iterdir()
+    assert json.loads((directory / "run.json").read_text())["recipe"] == "none (base config)"
+
+
+def test_a_callback_that_the_config_leaves_out_is_not_there(command, trained):
+    assert command("model=tiny", "callbacks.drain=null", "logger=jsonl")[0] == 0
+    trainer = main._build_trainer(trained[0], None)
+    names = {type(callback).__name__ for callback in trainer.callbacks}
+    assert {"RunProgress", "RunSummary", "EmptyBatchGuard", "ResumeVersionRecovery"} <= names
+    assert "DrainCallback" not in names
+    assert [type(logger).__name__ for logger in trainer.loggers] == ["JsonlLogger"]
+
+
 def test_a_used_directory_is_refused_unless_resumed_or_overwritten(command, trained, tmp_path):
     assert command("run_dir=here")[0] == 0
     (tmp_path / "here" / "old").touch()

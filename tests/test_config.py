@@ -243,6 +243,11 @@ def test_an_impossible_value_is_refused_naming_what_is_possible_and_where_it_cam
         (["algorithm.loss.normalise=constant"], "algorithm.loss.constant", "algorithm.loss.constant=16"),
         (["algorithm.loss.constant=16"], "algorithm.loss.constant", "normalise=constant"),
         (["resume=true", "overwrite=true"], "overwrite", "resume=true"),
+        (
+            ["+run.lightning.enable_progress_bar=false"],
+            "run.lightning.enable_progress_bar",
+            "callbacks.progress=null callbacks.summary=null",
+        ),
     ],
 )
 def test_a_contradiction_is_refused_naming_the_key_and_the_fix(overrides, key, fix):
