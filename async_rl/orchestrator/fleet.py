@@ -34,7 +34,7 @@ class Fleet:
         eval_engines: Started engines for evaluations alone.
         start_version: The policy version the run starts with.
         emit: Takes events for the main thread.
-        loaded: Takes the seconds of each load.
+        loaded: Takes the seconds of each load, and whether it brought the engine a version it had not served.
         abandon: Has everything that was launched on an engine before given up.
 
     Attributes:
@@ -53,7 +53,7 @@ class Fleet:
         eval_engines: Sequence[EngineLike],
         start_version: int,
         emit: Callable[[Event], None],
-        loaded: Callable[[float], None],
+        loaded: Callable[[float, bool], None],
         abandon: Callable[[EngineSlot], None],
     ) -> None:
         self._main = main

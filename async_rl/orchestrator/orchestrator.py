@@ -343,12 +343,13 @@ class Orchestrator:
         for thread in self._rollout_threads:
             thread.abandon(slot)
 
-    def _loaded(self, seconds: float) -> None:
+    def _loaded(self, seconds: float, newer: bool) -> None:
         self._meters.took("load", seconds)
-        self._stall.note("an engine loaded weights")
+        if newer:  # what an engine loads that died and came back brings the run no further
+            self._stall.note("an engine loaded newer weights")
 
     def _land(self, landing: Landing) -> None:
-        if landing.outcomes or landing.evaluated or landing.lost:
+        if landing.outcomes or landing.evaluated:
             self._stall.note("a rollout ended")
         with self._room.lock:
             if self._closed:

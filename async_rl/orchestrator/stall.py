@@ -21,7 +21,7 @@ _LOCK_S = 2.0
 
 
 class StallError(RunError):
-    """No batch was trained, no rollout ended and no weights were loaded for ``stall_timeout_s``."""
+    """No batch was trained, no rollout ended and no newer weights were loaded for ``stall_timeout_s``."""
 
 
 class StallClock:
@@ -100,7 +100,7 @@ class StallWatchdog:
         else:
             return
         headline = (
-            f"no batch was trained, no rollout ended and no weights were loaded for {self._clock.idle_s:.4g} s "
+            f"no batch was trained, no rollout ended and no newer weights were loaded for {self._clock.idle_s:.4g} s "
             f"(stall_timeout_s={self._clock.timeout_s:g}); the last that happened: {self._clock.last}"
         )
         report = self._report(headline)

@@ -43,7 +43,7 @@ class WeightWatcher:
         slots: The engines.
         load_timeout_s: Deadline of one load into one engine.
         emit: Takes events for the main thread.
-        observe: Takes the seconds of each load.
+        observe: Takes the seconds of each load, and whether it brought the engine a version it had not served.
         died: Takes an engine that died while it loaded: slot, incarnation, what told so.
         supervisor: Says when to stop, and keeps the names of waits.
     """
@@ -55,7 +55,7 @@ class WeightWatcher:
         *,
         load_timeout_s: float,
         emit: Callable[[Event], None],
-        observe: Callable[[float], None],
+        observe: Callable[[float, bool], None],
         died: Callable[[EngineSlot, int, BaseException], None],
         supervisor: Supervisor,
     ) -> None:
@@ -190,7 +190,7 @@ class WeightWatcher:
             return
         if not loaded:
             raise LoadError(f"{what} did not finish within load_timeout_s={self._load_timeout_s:g}")
-        self._observe(time.monotonic() - began_s)
+        self._observe(time.monotonic() - began_s, published.version > slot.served.value)
         with self._room.lock:
             if slot.incarnation != incarnation:
                 return

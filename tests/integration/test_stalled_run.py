@@ -25,7 +25,7 @@ def test_a_stalled_run_reports_and_exits_with_1(tiny_model_dir, tmp_path, where)
     assert process.returncode == 1
     report = (tmp_path / "stall.txt").read_text()
     for expected in (
-        "no batch was trained, no rollout ended and no weights were loaded",
+        "no batch was trained, no rollout ended and no newer weights were loaded",
         "(stall_timeout_s=1.5)",
         "in a_tool_that_hangs",
         "trained_version: ",

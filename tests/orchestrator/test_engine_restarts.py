@@ -22,6 +22,7 @@ from loop_kit import (
 
 from async_rl.orchestrator.ledger import Ledger
 from async_rl.orchestrator.restarts import EngineLostError
+from async_rl.orchestrator.stall import StallClock
 from async_rl.orchestrator.watcher import LoadError
 from async_rl.types import Prompt
 
@@ -580,3 +581,26 @@ def test_a_source_is_kept_for_an_engine_that_comes_back_until_there_is_a_newer_o
         assert not first.released
         orchestrator.fleet.publish(1, second)
         eventually(lambda: first.released)
+
+
+def test_an_engine_that_dies_as_soon_as_it_is_back_is_no_progress():
+    """Virtual clock: a minute for every death, load and return; nothing ends, so that the run stalls after ten."""
+    engine, by_hand = Mortal(), MortalByHand()
+    with running(by_hand, engines=[engine], max_engine_restarts=99, batch_size=1, group_size=1) as orchestrator:
+        by_hand.wait_started(2)
+        clock = orchestrator._stall._clock = StallClock(600.0, now_s=0.0)
+        clock.look_every_s = 60.0
+        stalled = []
+        for minute in range(1, 14):
+            flown = len(by_hand.started)
+            engine.dead = True
+            by_hand.wait_started(flown + 2)  # both groups are in the air again, on the engine that came back
+            stalled.append(clock.stalled(60.0 * minute))
+        assert stalled == [False] * 9 + [True] * 4
+        assert engine.starts == 13
+        assert clock.last == "the start"
+        by_hand.finish(0)
+        step(orchestrator)
+        orchestrator.fleet.wait_served(1, patient())
+        assert not clock.stalled(60.0 * 14)
+        assert clock.last == "an engine loaded newer weights"

@@ -57,7 +57,7 @@ def test_a_stall_is_reported_and_fails_the_run(caplog):
             step(orchestrator)
             with pytest.raises(
                 StallError,
-                match=r"no rollout ended and no weights were loaded for [\d.]+ s "
+                match=r"no rollout ended and no newer weights were loaded for [\d.]+ s "
                 r"\(stall_timeout_s=0\.5\); the last that happened: ",
             ):
                 train(orchestrator)
@@ -84,28 +84,30 @@ def test_a_stall_is_reported_and_fails_the_run(caplog):
 
 def test_each_kind_of_progress_counts():
     by_hand = ByHand()
-    with running(
-        by_hand, stall_timeout_s=0.6, batch_size=2, group_size=1, max_staleness=0, max_retries=50, max_failures=99
-    ) as orchestrator:
-        by_hand.wait_started(2)
+    settings = {"batch_size": 1, "group_size": 1, "max_staleness": 4, "admit_ahead": 4, "max_steps": 9}
+    with running(by_hand, stall_timeout_s=0.6, max_retries=50, max_failures=99, **settings) as orchestrator:
+        by_hand.wait_started(5)
         for attempt in range(4):  # failed attempts
             time.sleep(0.25)
             by_hand.fail(0, 0, attempt)
-        for _ in range(4):  # loads
-            time.sleep(0.25)
-            orchestrator.fleet.publish(0, FakeSource(0))
-            orchestrator.fleet.slots[0].loaded = False
-            orchestrator._room.wake_all()
-            orchestrator.fleet.wait_served(0, patient())
         time.sleep(0.25)
         by_hand.finish(0, 0, 4)
-        by_hand.finish(1)
+        for group_id in range(1, 4):
+            by_hand.finish(group_id)
+        for _ in range(4):
+            step(orchestrator, publish=False)
+        for version in range(1, 5):  # loads
+            time.sleep(0.25)
+            orchestrator.fleet.publish(version, FakeSource(version))
+            orchestrator.fleet.wait_served(version, patient())
+        time.sleep(0.25)
+        by_hand.finish(4)
         time.sleep(0.25)
         orchestrator.check()
         step(orchestrator, publish=False)
         time.sleep(0.4)
         orchestrator.check()
-        with pytest.raises(StallError, match="the last that happened: the batch of version 0 was trained"):
+        with pytest.raises(StallError, match="the last that happened: the batch of version 4 was trained"):
             orchestrator.next_batch(patient())
 
 
