@@ -172,6 +172,7 @@ class RunSettings:
         float | None, Key("seconds without a batch, a finished rollout or a load that end the run; null: any", gt=0)
     ]
     shutdown_timeout_s: Annotated[float, Key("most seconds the end of a run may take", gt=0)]
+    checkpoint_timeout_s: Annotated[float, Key("most seconds the last checkpoint may take, not counted there", gt=0)]
     lightning: Annotated[Component, Key("further arguments of lightning.Trainer")]
 
 

@@ -129,8 +129,8 @@ class Engine(Protocol):
             It is polled, so that an idle engine is brought back at once and not at its next request.
         restarts_itself: True where somebody else runs the process (a remote server). ``start()`` then raises
             :class:`EngineError` while it is not healthy and is tried again every second. Deaths cost nothing of
-            ``max_engine_restarts`` while another engine is open; with none open, the run ends after
-            ``start_timeout_s`` seconds.
+            ``max_engine_restarts`` while another engine is open; with none open each is one of them, and the run ends
+            after ``start_timeout_s`` seconds.
         start_timeout_s: Longest start, seconds; needed with ``restarts_itself``.
         max_context: Most tokens the model can see at once, those it samples included, >= 2; ``None`` where it is not
             known or the engine has not started. A conversation that has outgrown it ends as its budget does; an engine

@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from async_rl.engines.base import SamplingParams
 from async_rl.engines.transformers import TransformersEngine
-from async_rl.environments import Arithmetic, Environment, make_rollout
+from async_rl.environments import Arithmetic, BudgetError, Environment, make_rollout
 from async_rl.models import CHAT_TEMPLATE
 from async_rl.types import Prompt, RolloutTask, Trajectory
 
@@ -90,3 +90,35 @@ def test_behaviour_logprobs_are_those_of_the_whole_context(
                 assert logprob == pytest.approx(logprobs[at - 1][token].item(), abs=1e-4)
             else:
                 assert logprob == 0.0
+
+
+class Chatter(Environment):
+    name = "chatter"
+
+    def prompts(self, split: str) -> list[dict[str, Any]]:
+        return [{}]
+
+    async def rollout(self, prompt: Mapping[str, Any], chat: Any) -> float:
+        try:
+            while True:
+                await chat.generate("And then?")
+        except BudgetError:
+            return float(chat.turns)
+
+
+def test_a_conversation_may_outgrow_the_engine_without_anybody_having_set_a_limit(tiny_model_dir: Path) -> None:
+    model, tokenizer = (kind.from_pretrained(tiny_model_dir) for kind in (AutoModelForCausalLM, AutoTokenizer))
+    rollout = make_rollout({"chatter": Chatter()}, tokenizer, SamplingParams(max_tokens=16))
+
+    async def go() -> Trajectory:
+        engine = TransformersEngine(str(tiny_model_dir), device="cpu", max_model_len=100)
+        await engine.start()
+        await engine.load_weights(0, Source(model))  # type: ignore[arg-type]
+        try:
+            return await rollout(RolloutTask(0, Prompt("p", "chatter", {}), 0, 0, seed=1), engine)
+        finally:
+            await engine.close()
+
+    trajectory = asyncio.run(go())
+    assert trajectory.turns >= 2
+    assert 60 < len(trajectory.token_ids) <= 100

@@ -1,12 +1,14 @@
 """Two real vLLM engines in one run: two servers on loopback, one of them killed; two colocated replicas."""
 
 import asyncio
+import json
 import os
 import signal
 import socket
 import subprocess
 import sys
 import time
+import urllib.error
 import urllib.request
 from pathlib import Path
 
@@ -64,6 +66,12 @@ class Server:
                     return
             except OSError:
                 time.sleep(0.1)
+
+    def post(self, call: str, body: dict) -> None:
+        """Call one of our routes with the key alone."""
+        headers = {"Authorization": f"Bearer {SECRET}", "Content-Type": "application/json"}
+        request = urllib.request.Request(f"{self.url}/async_rl/{call}", json.dumps(body).encode(), headers)
+        urllib.request.urlopen(request, timeout=20).close()
 
     def kill(self, number: signal.Signals = signal.SIGKILL) -> None:
         """End it; its engine core must not outlive it."""
@@ -146,8 +154,18 @@ def test_a_server_is_an_engine(servers, tiny_model_dir, tmp_path, monkeypatch):
         await asyncio.gather(cancelled, return_exceptions=True)
         assert (await engine.generate(request(1, 4))).segments[0].version == 3
 
+    newcomer = VLLMServerEngine(
+        servers[1].url, weights_dir=str(tmp_path / "other"), dtype="float32", start_timeout_s=START_TIMEOUT_S
+    )
     try:
         asyncio.run(run())
+        assert engine.max_context == SMALL["max_model_len"]
+        with pytest.raises(EngineError, match=rf"in use by another run \({tmp_path}, process {os.getpid()} on "):
+            asyncio.run(newcomer.start())
+        for call in ("pause", "load"):
+            with pytest.raises(urllib.error.HTTPError, match="409"):
+                servers[1].post(call, {"info": {"path": "x"}, "label": "x"})
+        assert len(asyncio.run(engine.generate(request(1, 4))).token_ids) == 4
         monkeypatch.setenv(KEY_VARIABLE, "a wrong key")
         stranger = VLLMServerEngine(servers[1].url, weights_dir="x", dtype="float32", start_timeout_s=0.0)
         with pytest.raises(EngineError, match="refuses the key"):
@@ -155,6 +173,9 @@ def test_a_server_is_an_engine(servers, tiny_model_dir, tmp_path, monkeypatch):
     finally:
         asyncio.run(engine.close())
         publisher.close()
+    monkeypatch.setenv(KEY_VARIABLE, SECRET)
+    asyncio.run(newcomer.start())  # it was given back
+    asyncio.run(newcomer.close())
 
 
 class StampsByEngine(Recorder):
