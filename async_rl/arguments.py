@@ -16,7 +16,7 @@ _UNDER_ITS_OWN_NAME: Mapping[type[Any], tuple[str, ...]] = {
     ),
     RunSettings: (
         *("checkpoint_every", "checkpoint_every_s", "keep_last", "parity_check", "load_timeout_s"),
-        *("max_engine_restarts", "stall_timeout_s"),
+        *("max_engine_restarts", "stall_timeout_s", "checkpoint_timeout_s"),
     ),
     RolloutConfig: (
         *("max_turns", "max_generated_tokens", "max_context", "template_rewrite", "epochs", "shuffle", "mixture"),

@@ -304,6 +304,7 @@ def _build_trainer(config: RunConfig, record: RunRecord) -> AsyncRLTrainer:
         parity_check=config.run.parity_check,
         stall_timeout_s=config.run.stall_timeout_s,
         shutdown_timeout_s=config.run.shutdown_timeout_s,
+        checkpoint_timeout_s=config.run.checkpoint_timeout_s,
         callbacks=all_of(config.callbacks),
         default_callbacks=False,  # the config names them, and what it leaves out is not wanted
         record=record,

@@ -69,20 +69,20 @@ class ShutdownDeadline:
         threading.Thread(target=self._watch, name="shutdown-deadline", daemon=True).start()
 
     @contextlib.contextmanager
-    def extended(self) -> Iterator[None]:
-        """What is done inside does not count."""
-        began_s, running = time.monotonic(), self._running
+    def extended(self, timeout_s: float) -> Iterator[None]:
+        """What is done inside does not count: it has a time of its own. Before :meth:`start` it has any.
+
+        Args:
+            timeout_s: Most seconds it may take, > 0.
+        """
+        began_s, running, before_s = time.monotonic(), self._running, self._deadline_s
         if running:
-            self._deadline_s, before_s = math.inf, self._deadline_s
-            faulthandler.cancel_dump_traceback_later()
+            self._move_deadline(began_s + timeout_s)
         try:
             yield
         finally:
             if running:
-                with self._changed:
-                    self._deadline_s = before_s + time.monotonic() - began_s
-                    self._changed.notify_all()
-                self._arm()
+                self._move_deadline(before_s + time.monotonic() - began_s)
 
     def end(self) -> None:
         """The run has ended."""
@@ -93,8 +93,15 @@ class ShutdownDeadline:
             self._changed.notify_all()
         faulthandler.cancel_dump_traceback_later()
 
+    def _move_deadline(self, deadline_s: float) -> None:
+        with self._changed:
+            self._deadline_s = deadline_s
+            self._changed.notify_all()
+        self._arm()
+
     def _arm(self) -> None:
-        with contextlib.suppress(ValueError, OSError, AttributeError):  # no error stream: no second line of defence
+        # Without an error stream, or with a timeout of centuries, there is no second line of defence.
+        with contextlib.suppress(ValueError, OSError, AttributeError, OverflowError):
             faulthandler.dump_traceback_later(self.remaining_s + _AFTER_S, exit=True, file=sys.__stderr__)  # type: ignore[arg-type]
 
     def _watch(self) -> None:

@@ -79,6 +79,7 @@ class AsyncRLTrainer(pl.Trainer):
             the run ends with a report in ``stall.txt``; ``None``: never.
         shutdown_timeout_s: Most seconds the end of a run may take, the last evaluation and checkpoint not counted; then
             the process is ended with exit code 1 (see :class:`~async_rl.shutdown.ShutdownDeadline`).
+        checkpoint_timeout_s: Most seconds that last checkpoint may take; then the process is ended too.
         callbacks: Lightning callbacks, RL hooks included.
         default_callbacks: Add those of ``RunProgress``, ``RunSummary``, ``DrainCallback``, ``EmptyBatchGuard`` and
             ``ResumeVersionRecovery`` that ``callbacks`` holds none of.
@@ -125,6 +126,7 @@ class AsyncRLTrainer(pl.Trainer):
         parity_check: bool = True,
         stall_timeout_s: float | None = 1800.0,
         shutdown_timeout_s: float = 30.0,
+        checkpoint_timeout_s: float = 600.0,
         callbacks: Sequence[pl.Callback] | pl.Callback | None = None,
         default_callbacks: bool = True,
         logger: Any = None,
@@ -176,7 +178,7 @@ class AsyncRLTrainer(pl.Trainer):
                 default_callbacks=default_callbacks,
                 logger=logger,
                 make_checkpoint=lambda: RunCheckpoint(
-                    self.run_dir / "checkpoints", checkpoint_every, keep_last, checkpoint_every_s
+                    self.run_dir / "checkpoints", checkpoint_every, keep_last, checkpoint_every_s, checkpoint_timeout_s
                 ),
             )
         )

@@ -42,6 +42,7 @@ def data(**arguments):
         ({"eval_every": -1}, "eval_every=-1 is not possible; give a number >= 0"),
         ({"keep_last": 0}, "keep_last=0 is not possible; give a number >= 1"),
         ({"stall_timeout_s": 0}, "stall_timeout_s=0 is not possible; give a number > 0"),
+        ({"checkpoint_timeout_s": 0}, "checkpoint_timeout_s=0 is not possible; give a number > 0"),
         ({"resume": "yes"}, "resume='yes' is not possible; give true or false"),
     ],
 )

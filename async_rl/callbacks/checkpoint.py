@@ -68,10 +68,17 @@ class RunCheckpoint(Checkpoint):
         keep_last: How many are kept, >= 1. The oldest goes once a new one is complete.
         every_s: Save at the first step boundary so many seconds after the last one, > 0; ``None``: not by time. What a
             killed run has to train again takes about as long.
+        timeout_s: Most seconds the last one may take, > 0, which the trainer's ``shutdown_timeout_s`` does not count;
+            then the process is ended.
     """
 
     def __init__(
-        self, directory: str | Path, every: int = 0, keep_last: int = 2, every_s: float | None = 1800.0
+        self,
+        directory: str | Path,
+        every: int = 0,
+        keep_last: int = 2,
+        every_s: float | None = 1800.0,
+        timeout_s: float = 600.0,
     ) -> None:
         if every < 0:
             raise ValueError(f"RunCheckpoint: every={every} must be >= 0")
@@ -79,10 +86,13 @@ class RunCheckpoint(Checkpoint):
             raise ValueError(f"RunCheckpoint: keep_last={keep_last} must be >= 1")
         if every_s is not None and not every_s > 0:
             raise ValueError(f"RunCheckpoint: every_s={every_s} must be > 0, or None for no saving by time")
+        if not timeout_s > 0:
+            raise ValueError(f"RunCheckpoint: timeout_s={timeout_s} must be > 0")
         self.directory = Path(directory)
         self.every = every
         self.keep_last = keep_last
         self.every_s = every_s
+        self.timeout_s = timeout_s
         self._last_s = time.monotonic()
 
     def save(self, trainer: AsyncRLTrainer) -> Path | None:
@@ -96,7 +106,8 @@ class RunCheckpoint(Checkpoint):
         if version == 0 or path.exists():
             return None
         try:
-            with trainer.shutdown.extended():  # a large one may take longer than the end of a run is given
+            # A large one may take longer than the end of a run is given; one that hangs must not take for ever.
+            with trainer.shutdown.extended(self.timeout_s):
                 trainer.save_checkpoint(path, weights_only=False)
         except CheckpointError as error:
             last = next(reversed(checkpoints(self.directory)), None)

@@ -46,7 +46,7 @@ def test_without_a_complete_checkpoint_there_is_none(tmp_path):
     assert latest_checkpoint(tmp_path) is None
 
 
-@pytest.mark.parametrize("bad", [{"every": -1}, {"keep_last": 0}, {"every_s": 0.0}])
+@pytest.mark.parametrize("bad", [{"every": -1}, {"keep_last": 0}, {"every_s": 0.0}, {"timeout_s": 0}])
 def test_impossible_settings_are_refused(tmp_path, bad):
     with pytest.raises(ValueError, match=next(iter(bad))):
         RunCheckpoint(tmp_path, **bad)

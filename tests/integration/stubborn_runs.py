@@ -15,6 +15,7 @@ from pathlib import Path
 
 from lightning.pytorch import Callback
 
+from async_rl.checkpoint_io import DurableCheckpointIO
 from async_rl.datamodule import RolloutDataModule
 from async_rl.engines.base import SamplingParams
 from async_rl.engines.scripted import ScriptedEngine
@@ -23,7 +24,7 @@ from async_rl.environments.base import Environment
 from async_rl.policy import PolicyModule
 from async_rl.trainer import AsyncRLTrainer
 
-TIMEOUT_S = 8.0
+TIMEOUT_S, SAVE_TIMEOUT_S = 8.0, 3.0
 
 
 STUCK = threading.Event()  # from here on rollouts don't end
@@ -70,6 +71,15 @@ class BlocksItsThread(Stuck):
         return float(next(self.numbers) % 2)
 
 
+class HangsAtTheEnd(DurableCheckpointIO):
+    """A disk that is gone when the last checkpoint is to be written."""
+
+    def save_checkpoint(self, checkpoint, path, storage_options=None):
+        if STUCK.is_set():
+            time.sleep(3600)
+        super().save_checkpoint(checkpoint, path, storage_options)
+
+
 class Ends(Callback):
     """Sends SIGTERM to its own process once it waits for stuck rollouts; hangs at the end if told to."""
 
@@ -101,6 +111,7 @@ CASES = {
     "environment blocks an executor": (BlocksAnExecutorThread, ScriptedEngine, ""),
     "callback hangs": (BlocksItsThread, ScriptedEngine, "in Python"),
     "callback hangs with the interpreter lock": (BlocksItsThread, ScriptedEngine, "in C"),
+    "save hangs": (BlocksItsThread, ScriptedEngine, "saving"),
     "engine does not close": (BlocksItsThread, NeverCloses, ""),
 }
 
@@ -112,8 +123,10 @@ def run(case, model_dir, run_dir):
     trainer = AsyncRLTrainer(
         max_steps=9, max_staleness=2, run_dir=run_dir, evaluate_at="never", parity_check=False, logger=False,
         enable_progress_bar=False,
-        accelerator="cpu", callbacks=[Ends(hang)], shutdown_timeout_s=TIMEOUT_S,
+        accelerator="cpu", callbacks=[Ends(hang)], shutdown_timeout_s=TIMEOUT_S, checkpoint_timeout_s=SAVE_TIMEOUT_S,
     )  # fmt: skip
+    if hang == "saving":
+        trainer.strategy.checkpoint_io = HangsAtTheEnd()
     data = RolloutDataModule(
         environment(), engine(lambda prompt, seed: [11, 12]), batch_size=2, group_size=2, rollout_threads=1,
         sampling=SamplingParams(max_tokens=4),

@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from stubborn_runs import CASES, TIMEOUT_S
+from stubborn_runs import CASES, SAVE_TIMEOUT_S, TIMEOUT_S
 
 from async_rl.callbacks.checkpoint import latest_checkpoint
 
@@ -63,9 +63,15 @@ def test_what_user_code_left_behind_is_no_error_of_the_run(runs, case, message):
         ("engine does not close", "scripted-0"),
         ("callback hangs", "MainThread is in on_train_end at "),
         ("callback hangs with the interpreter lock", "stubborn_runs.py"),
+        ("save hangs", "MainThread is in save_checkpoint at "),
     ],
 )
 def test_a_forced_shutdown_is_exit_code_1_and_says_what_would_not_stop(runs, case, message):
     place, code, _ = runs[case]
     assert code == 1
     assert message in (place / "err").read_text()
+
+
+def test_a_last_checkpoint_that_hangs_has_a_deadline_of_its_own(runs):
+    _, _, seconds = runs["save hangs"]
+    assert SAVE_TIMEOUT_S < seconds < TIMEOUT_S
