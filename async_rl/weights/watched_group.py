@@ -49,6 +49,7 @@ class WatchedGroup:
         self._group = group
         self._patience_s = patience_s
         self._calls = threading.Lock()
+        self._ending = threading.Lock()
         self._moved_s = time.monotonic()
         self._ended = ""  # why it can't be used any more
 
@@ -83,9 +84,10 @@ class WatchedGroup:
 
     def close(self, reason: str = "the group was closed") -> None:
         """Abort and free the communicator, from any thread; blocks for seconds where a peer is gone. Idempotent."""
-        if self._ended:
-            return
-        self._ended = reason
+        with self._ending:
+            if self._ended:
+                return
+            self._ended = reason
         free = self._calls.acquire(timeout=CALL_TIMEOUT_S)
         try:
             self._group.destroy()
