@@ -37,6 +37,7 @@ class ScriptedEngine:
         logprob: Log-probability reported for every token.
         name: Name for logs and errors.
         versions_alive: See :class:`~async_rl.engines.base.Engine`.
+        max_context: See there.
         clock: Seconds, monotonic.
         sleep: Waits that many seconds on ``clock``; replace both for a virtual clock.
         fail_generate: ``request -> exception`` to raise after the latency, or ``None``.
@@ -59,6 +60,7 @@ class ScriptedEngine:
         logprob: float = -1.0,
         name: str = "scripted-0",
         versions_alive: int = 1,
+        max_context: int | None = None,
         clock: Callable[[], float] = time.monotonic,
         sleep: Callable[[float], Awaitable[object]] = asyncio.sleep,
         fail_generate: Callable[[GenerationRequest], Exception | None] = lambda request: None,
@@ -66,6 +68,7 @@ class ScriptedEngine:
     ) -> None:
         self.name = name
         self.versions_alive = versions_alive
+        self.max_context = max_context
         self.requests: list[GenerationRequest] = []
         self.loads: list[LoadRecord] = []
         self.aborted: list[str] = []

@@ -145,6 +145,8 @@ class VLLMServerEngine(ClientEngine):
                     f"...`) and give its address in engine.urls. A run that was killed loses it after {LEASE_S:g} s"
                 )
             await asyncio.sleep(CLAIM_RETRY_S)
+        if first is not None:
+            log.info("engine %s: that run is gone, the server at %s is free", self.name, self.url)
 
     async def _ask_for(self, core: ServerCore) -> Claim:
         try:

@@ -76,6 +76,7 @@ def test_the_server_of_a_killed_run_is_waited_for_until_its_lease_runs_out(serve
     with caplog.at_level("INFO", logger="async_rl"):
         asyncio.run(newcomer.start())
     assert "(a killed run)" in caplog.text
+    assert "that run is gone" in caplog.text
     assert server.lease.holder != "a killed run"
     asyncio.run(newcomer.close())
 

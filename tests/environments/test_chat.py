@@ -273,8 +273,7 @@ def test_max_context_shortens_the_turn_then_refuses(tokenizer: Any) -> None:
 
 @pytest.mark.parametrize("limit", [None, 24, 1000])
 def test_the_engines_context_ends_a_conversation_as_the_budget_does(tokenizer: Any, limit: int | None) -> None:
-    engine = engine_saying(tokenizer, "abcdefgh", "x")
-    engine.max_context = 24 if limit != 24 else 1000  # type: ignore[attr-defined]
+    engine = engine_saying(tokenizer, "abcdefgh", "x", max_context=24 if limit != 24 else 1000)
     chat = make_chat(engine, tokenizer, limits=BudgetLimits(max_context=limit))
 
     async def talk() -> None:

@@ -313,8 +313,7 @@ def test_a_conversation_that_outgrows_the_engine_is_scored_for_what_there_is() -
         """Talks."""
         return "word " * 5000
 
-    model = Model(call("long"), "42")
-    model.engine.max_context = 2000  # type: ignore[attr-defined]
+    model = Model(call("long"), "42", max_context=2000)
     trajectory = model.run(Products(long))
     assert (trajectory.turns, counts(trajectory)) == (1, (1, 0, 0))
 
