@@ -61,7 +61,8 @@ def _facts(trainer: AsyncRLTrainer, policy: PolicyModule, data: RolloutDataModul
             "data": "; ".join(getattr(e, "source", "") or type(e).__name__ for e in environments),
             "engine": ", ".join(engines),
         }
-        steps = f"{trainer.max_steps}, max_staleness {trainer.staleness.max_staleness}"
+        bound = f"max_staleness {trainer.staleness.max_staleness}"
+        steps = f"{trainer.max_steps} of {data.batch_size} x {data.group_size} rollouts, {bound}"
     else:
         sources = {"data": f"recorded in {trainer.replay}"}
         steps = data.run.described(trainer.max_steps)

@@ -41,6 +41,7 @@ def test_a_run_from_python_shows_its_progress_and_leaves_what_the_command_leaves
     assert (written["summary"]["steps"], [e["version"] for e in written["evaluations"]]) == (2, [0, 2])
     assert (written["summary"]["groups_trained"], written["summary"]["groups_failed"]) == (4, 0)
     assert written["facts"]["data"] == "RewardBySeed"
+    assert written["facts"]["steps"] == "2 of 2 x 2 rollouts, max_staleness 2"
     assert str(tiny_model_dir) in written["facts"]["model"]
     rows = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     assert {row["step"] for row in rows} >= {1, 2}
