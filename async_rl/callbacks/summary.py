@@ -148,11 +148,9 @@ class RunSummary(RLCallback):
                 table.add_row(title, f"{shown_evaluation(f, name)} (version {f[f'{name}_version']:.0f}{failed})")
         if "replayed" in f:
             table.add_row("replayed", str(f["replayed"]))
+        table.add_row("groups", ", ".join(f"{f[f'groups_{name}']} {name}" for name in _ENDED if f[f"groups_{name}"]))
         if "tokens_per_s" in f:
-            table.add_row(
-                "groups", ", ".join(f"{f[f'groups_{name}']} {name}" for name in _ENDED if f[f"groups_{name}"])
-            )
-        table.add_row("generated", f"{f['tokens_per_s']:.0f} tokens/s")
+            table.add_row("generated", f"{f['tokens_per_s']:.0f} tokens/s")
         table.add_row(
             "age (versions)",
             f"mean {f['age_mean']:.2f}, p99 {f['age_p99']}, max {f['age_max']}, bound {f['age_bound']}",
