@@ -41,6 +41,9 @@ class SleepingEngine:
 class NoWeights:
     """Weights that need no memory."""
 
+    def reserve(self) -> None:
+        """Keeps nothing."""
+
     def release(self) -> None:
         """Frees nothing."""
 

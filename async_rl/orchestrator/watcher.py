@@ -134,6 +134,7 @@ class WeightWatcher:
                 behind = [slot for slot in self._slots if newest is not None and _is_behind(slot, newest.version)]
                 if newest is not None and (slot := self._free(behind, newest.version)) is not None:
                     self._loading = True
+                    newest.source.reserve()  # the trainer may publish twice before the engine begins to read
                     return slot, slot.incarnation, newest
                 if newest is not None and not behind:
                     self._announce(newest.version)

@@ -10,7 +10,7 @@ if TYPE_CHECKING:
 
 
 class WeightSource(Protocol):
-    """One published version of the weights, readable until it is released."""
+    """One published version of the weights: the newest one can be read, an older one if it was reserved in time."""
 
     backend: str
     """Name of the vLLM weight-transfer back end that understands :meth:`update_info`."""
@@ -22,6 +22,10 @@ class WeightSource(Protocol):
 
     def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
         """The weights under their Hugging Face names, for an engine in this process. Read-only views."""
+        ...
+
+    def reserve(self) -> None:
+        """Keep it readable until it is released: it has been chosen, and newer ones may come before it is read."""
         ...
 
     def release(self) -> None:

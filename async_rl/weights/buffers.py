@@ -47,7 +47,7 @@ class Buffer(ABC):
 
     def __init__(self) -> None:
         self.version: int | None = None
-        self.readers = 0  # sources that were read and not yet released
+        self.readers = 0  # sources that were reserved or read, and not yet released
 
     @abstractmethod
     def view(self, entry: ManifestEntry) -> torch.Tensor:
@@ -76,20 +76,25 @@ class BufferedSource:
     def __init__(self, publisher: BufferedPublisher, buffer: Buffer, version: int) -> None:
         self._publisher = publisher
         self._buffer = buffer
-        self._reading = False
+        self._reserved = False
         self._released = False
         self.backend = publisher.backend
         self.version = version
 
-    def _acquire(self) -> None:
+    def reserve(self) -> None:
+        """Keep the buffer from newer versions until :meth:`release`; reading does so, too.
+
+        Raises:
+            WeightsReplacedError: the buffer was reused, or the source released.
+        """
         with self._publisher.lock:
             if self._released or self._buffer.version != self.version:
                 raise WeightsReplacedError(
                     f"the weights of policy version {self.version} are gone (their buffer now holds "
                     f"{self._buffer.version}): load the newest published version, and read a source before releasing it"
                 )
-            if not self._reading:
-                self._reading = True
+            if not self._reserved:
+                self._reserved = True
                 self._buffer.readers += 1
 
     def update_info(self) -> Mapping[str, Any]:
@@ -98,19 +103,19 @@ class BufferedSource:
         Raises:
             WeightsReplacedError: the buffer was reused, or the source released.
         """
-        self._acquire()
+        self.reserve()
         return self._buffer.update_info(self.version, self._publisher.manifest)
 
     def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
         """The weights under their Hugging Face names, in the wire dtype; views that must not be written."""
-        self._acquire()
+        self.reserve()
         for entry in self._publisher.manifest:
             yield entry.name, self._buffer.view(entry)
 
     def release(self) -> None:
         """Give the buffer back. Idempotent."""
         with self._publisher.lock:
-            if self._reading and not self._released:
+            if self._reserved and not self._released:
                 self._buffer.readers -= 1
             self._released = True
 
@@ -120,7 +125,8 @@ class BufferedPublisher(ABC):
 
     ``publish`` never waits for a load: it writes to a buffer that nobody reads and that does not hold the newest
     version, and makes one where there is none. So the newest version can always be read, an older one that nobody has
-    begun to read may be replaced, and one that is being read is never touched. Two buffers are the usual number.
+    reserved or begun to read may be replaced, and one that is being read is never touched. Two buffers are the usual
+    number.
 
     Args:
         dtype: Wire dtype, best the engine's own: bfloat16 halves the bytes of float32 weights.

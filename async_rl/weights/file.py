@@ -50,6 +50,9 @@ class FileSource:
         self.update_info()
         yield from read_weights(self._path)
 
+    def reserve(self) -> None:
+        """Nothing to do: the file is there until it is released."""
+
     def release(self) -> None:
         """Remove the file. Idempotent."""
         self._path.unlink(missing_ok=True)

@@ -42,7 +42,10 @@ class FakeSource:
 
     def __init__(self, version: int) -> None:
         self.version = version
-        self.released = False
+        self.reserved = self.released = False
+
+    def reserve(self) -> None:
+        self.reserved = True
 
     def release(self) -> None:
         self.released = True

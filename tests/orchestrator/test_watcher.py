@@ -89,8 +89,10 @@ def test_only_the_newest_is_loaded_and_every_source_is_released_once_read():
             if source.version == 1:
                 eventually(lambda: "loading version 1" in waits(orchestrator).get("watcher", ""))
         assert [s.released for s in sources] == [False, True, True, False]
+        assert [s.reserved for s in sources] == [True, False, False, False]  # before the engine has begun to read it
         allowed.set()
         orchestrator.fleet.wait_served(4, patient())
+        assert [s.reserved for s in sources] == [True, False, False, True]
         assert [s.released for s in sources] == [True, True, True, False]  # the newest is for an engine that comes back
         assert engines[0].loads == [0, 1, 4]
         assert engines[1].loads == [0, 4]  # version 1 was replaced before its turn

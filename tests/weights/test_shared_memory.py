@@ -100,6 +100,19 @@ def test_a_version_nobody_reads_gives_way_to_newer_ones_and_says_so():
     publisher.close()
 
 
+def test_a_reserved_version_can_be_read_however_many_come_before_that_begins():
+    publisher = SharedMemoryPublisher(torch.float32)
+    chosen = publisher.publish(parameters(1.0), 1)
+    chosen.reserve()
+    for version in range(2, 5):
+        publisher.publish(parameters(float(version)), version)
+    assert dict(chosen.tensors())["a.weight"].unique().tolist() == [1.0]
+    assert len(publisher._buffers) == 3
+    chosen.release()
+    assert [b.readers for b in publisher._buffers] == [0, 0, 0]
+    publisher.close()
+
+
 def test_a_released_source_cannot_be_read_and_release_twice_counts_once():
     publisher = SharedMemoryPublisher(torch.float32)
     source, other = publisher.publish(parameters(), 0), publisher.publish(parameters(), 1)
