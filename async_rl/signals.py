@@ -12,7 +12,8 @@ from typing import Any
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 _LAST_WORDS_S = 1.0
-_CLEAR_LINE = b"\r\x1b[2K"
+_CLEAR_LINE = "\r\x1b[2K"
+_SHOW_CURSOR = "\x1b[?25h"
 
 
 @contextlib.contextmanager
@@ -75,7 +76,7 @@ class StopSignals:
         try:
             for s in _SIGNALS:
                 signal.signal(s, signal.SIG_DFL)
-            _say(f"{name} again: stopped at once")
+            _say(f"{name} again: stopped at once", on_terminal=_CLEAR_LINE + _SHOW_CURSOR)
             # On a thread, for what was interrupted may hold a lock they need, and a disk may hang.
             reason = f"stopped at once by a second {name}", 128 + signum
             words = threading.Thread(target=self._last_words, args=reason, name="last-words", daemon=True)
@@ -90,8 +91,10 @@ class StopSignals:
                 call(reason, exit_code)
 
 
-def _say(text: str) -> None:
-    """Print a line from a signal handler: past the streams, which may be in the middle of a write."""
+def _say(text: str, on_terminal: str = _CLEAR_LINE) -> None:
+    """Print a line from a signal handler: past the streams, which may be in the middle of a write.
+
+    On a terminal the cursor is behind the live line, which hides it, and behind a ``^C``.
+    """
     with contextlib.suppress(OSError):
-        # On a terminal the cursor is behind the live line, and behind a ^C.
-        os.write(2, (_CLEAR_LINE if os.isatty(2) else b"") + f"{text}\n".encode())
+        os.write(2, f"{on_terminal if os.isatty(2) else ''}{text}\n".encode())
