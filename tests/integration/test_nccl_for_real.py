@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import time
+from functools import partial
 from pathlib import Path
 
 import nccl_stand_in
@@ -22,7 +23,7 @@ from async_rl.engines.vllm_server_address import KEY_VARIABLE
 from async_rl.weights import nccl
 
 pytestmark = pytest.mark.vllm
-PATIENCE_S = 2.0
+PATIENCE_S, LONG_S = 2.0, 20.0
 KWARGS = {
     "weight_transfer_config": {"backend": nccl.BACKEND},
     "worker_extension_cls": "nccl_stand_in_worker.StandInStagingExtension",
@@ -96,13 +97,14 @@ class KilledInTheMiddle(Recorder):
         self.restarts = trainer.orchestrator.snapshot()["engine_restarts"]
 
 
+@pytest.mark.slow
 def test_a_server_that_dies_while_it_receives_comes_back_into_a_group_of_its_own(
     server, tiny_model_dir, tmp_path, monkeypatch
 ):
     engine = sent_engine(server, tmp_path / "weights")
     callback = KilledInTheMiddle(server, engine, monkeypatch)
     trainer = make_trainer(tmp_path / "run", max_steps=5, max_staleness=0, parity_check=True, callbacks=[callback])
-    data = make_data(with_engine=[engine], max_engine_restarts=0, max_retries=0)
+    data = make_data(with_engine=[engine], max_engine_restarts=1, max_retries=0)
     trainer.fit(make_policy(tiny_model_dir), data)
     assert callback.killed_s
     assert callback.restarts == 1
@@ -111,7 +113,9 @@ def test_a_server_that_dies_while_it_receives_comes_back_into_a_group_of_its_own
     assert not (tmp_path / "weights").exists()
 
 
-def test_a_load_that_breaks_off_leaves_the_server_to_the_next_run(server, tiny_model_dir, tmp_path):
+def test_a_load_that_breaks_off_leaves_the_server_to_the_next_run_and_a_kill_is_a_death(
+    server, tiny_model_dir, tmp_path, monkeypatch
+):
     from transformers import AutoModelForCausalLM
 
     model = AutoModelForCausalLM.from_pretrained(tiny_model_dir, dtype=torch.float32)
@@ -125,14 +129,18 @@ def test_a_load_that_breaks_off_leaves_the_server_to_the_next_run(server, tiny_m
     def request(seed, tokens):
         return GenerationRequest(f"r{seed}", (5 + seed,), SamplingParams(max_tokens=tokens, temperature=0.8), seed)
 
-    async def load(engine, version, breaks_off_after=None):
+    def stopped(tensors, stop):
+        yield from tensors[:20]
+        stop()
+        yield from tensors[20:]
+
+    async def load(engine, version, stop=None):
         with torch.no_grad():
             for parameter in model.parameters():
                 parameter.add_(torch.randn_like(parameter) * 0.02)
         source = publisher.publish(model.named_parameters(), version)
-        if breaks_off_after is not None:
-            tensors = list(source.tensors())[:breaks_off_after]
-            source.tensors = lambda: (pair for pair in [*tensors, None] if pair or 1 / 0)
+        if stop is not None:
+            source.tensors = partial(stopped, list(source.tensors()), stop)
         try:
             await engine.load_weights(version, source)
         finally:
@@ -152,11 +160,16 @@ def test_a_load_that_breaks_off_leaves_the_server_to_the_next_run(server, tiny_m
         await load(first, 1)
         assert (0, 1) in [tuple(s.version for s in (await job).segments) for job in jobs]
         with pytest.raises(EngineError, match="loading policy version 2 failed") as failed:
-            await load(first, 2, breaks_off_after=10)
+            await load(first, 2, stop=lambda: 1 / 0)
         assert not isinstance(failed.value, EngineDiedError)
         await first.close()
         await second.start()  # once the server has given up waiting for the rest
+        monkeypatch.setattr(nccl, "PATIENCE_S", 10 * LONG_S)
         await load(second, 3)
+        began_s = time.monotonic()
+        with pytest.raises(EngineDiedError, match="it served version 3"):
+            await load(second, 4, stop=server.kill)
+        assert time.monotonic() - began_s < LONG_S  # not when patience ends, but when the death is known
         await second.close()
 
     with contextlib.closing(publisher):
