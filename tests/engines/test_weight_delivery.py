@@ -60,6 +60,9 @@ class Source:
     def tensors(self):
         return iter(())
 
+    def reserve(self):
+        pass
+
     def release(self):
         pass
 
