@@ -7,13 +7,12 @@ import sqlite3
 
 import pytest
 from fit_kit import Recorder, make_data, make_policy, make_trainer, outcomes
-from lightning.pytorch.loggers import TensorBoardLogger
 
 from async_rl.callbacks import RLCallback
 from async_rl.callbacks.checkpoint import checkpoints
 from async_rl.checkpoint_io import CheckpointError, flaw
 from async_rl.jsonl_logger import JsonlLogger
-from async_rl.types import RunError
+from async_rl.orchestrator.ledger_rows import LedgerError
 
 
 @contextlib.contextmanager
@@ -30,6 +29,11 @@ def files_up_to(size):
 def groups_by_version(run_dir):
     with sqlite3.connect(run_dir / "run.db") as db:
         return {v: json.loads(ids) for v, ids in db.execute("select version, group_ids from batches")}
+
+
+def prompts_by_group(run_dir):
+    with sqlite3.connect(run_dir / "run.db") as db:
+        return dict(db.execute("select group_id, prompt_id from groups"))
 
 
 def test_a_damaged_checkpoint_is_skipped_and_what_came_after_the_one_before_is_trained_again(
@@ -75,18 +79,28 @@ def test_a_disk_that_fills_up_while_saving_ends_the_run_and_it_goes_on_when_ther
     assert outcomes(tmp_path) == {"trained": 12}
 
 
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")  # TensorBoard's
 def test_a_disk_full_for_the_metrics_is_a_warning_and_for_the_record_the_end(tiny_model_dir, tmp_path, caplog):
     class Fills(RLCallback):
         def on_train_batch_end(self, trainer, *args):
-            if trainer.global_step == 2:
+            if trainer.global_step == 3:
                 size = (tmp_path / "metrics.jsonl").stat().st_size
                 limit.enter_context(files_up_to(size))
 
-    loggers = [JsonlLogger(tmp_path / "metrics.jsonl"), TensorBoardLogger(tmp_path, name="", version="tensorboard")]
+    logger = JsonlLogger(tmp_path / "metrics.jsonl")
     with contextlib.ExitStack() as limit:
-        trainer = make_trainer(tmp_path, max_steps=50, callbacks=[Fills()], logger=loggers)
-        with pytest.raises((RunError, OSError), match=r"File too large|run.db"):  # TensorBoard's or the record's
+        trainer = make_trainer(tmp_path, max_steps=6, checkpoint_every=2, callbacks=[Fills()], logger=logger)
+        with pytest.raises(LedgerError, match=r"can't write the run's record .*run\.db.*committed before is kept"):
             trainer.fit(make_policy(tiny_model_dir), datamodule=make_data())
     assert trainer.end.exit_code == 1
     assert caplog.text.count("metrics.jsonl can't be written: File too large") == 1
+    before, prompts = groups_by_version(tmp_path), prompts_by_group(tmp_path)
+    recorder, data = Recorder(), make_data()
+    trainer = make_trainer(tmp_path, max_steps=6, checkpoint_every=2, resume=True, callbacks=[recorder], logger=logger)
+    trainer.fit(make_policy(tiny_model_dir), datamodule=data)
+    assert (trainer.end.exit_code, trainer.global_step) == (0, 6)
+    assert outcomes(tmp_path) == {"trained": 12}
+    assert before.items() <= groups_by_version(tmp_path).items()  # what was recorded was trained as recorded
+    assert prompts.items() <= prompts_by_group(tmp_path).items()
+    assert len(set(prompts_by_group(tmp_path).values())) == 12
+    asked = {int(r.request_id[1:].split("-")[0]) for r in data.engines[0].requests}
+    assert asked.isdisjoint({group_id for ids in before.values() for group_id in ids})
