@@ -32,11 +32,12 @@ class _Published(NamedTuple):
 class WeightWatcher:
     """Owns every weight load. What is loaded is what is served: the version moves after ``load_weights`` returned.
 
-    Engines load one after the other, those that serve nothing first, always the newest published version, so that none
-    opens behind what another has served; what was published in between and read by nobody is released unread. The
-    newest version is kept until there is a newer one, for an engine that comes back. An engine that drains is closed to
-    new groups until its groups in flight are finished and it has loaded. One that only evaluates loads while it is
-    needed, before the others, and is never opened. A failed or timed-out load ends the run and bumps nothing.
+    Engines load one after the other, those that serve nothing first, then the one furthest behind, however fast
+    versions come; always the newest published version, so that none opens behind what another has served. What was
+    published in between and read by nobody is released unread. The newest version is kept until there is a newer one,
+    for an engine that comes back. An engine that drains is closed to new groups until its groups in flight are finished
+    and it has loaded. One that only evaluates loads while it is needed, before the others, and is never opened. A
+    failed or timed-out load ends the run and bumps nothing.
 
     Args:
         room: The lock and its conditions.
@@ -150,8 +151,8 @@ class WeightWatcher:
                 replaced.source.release()
 
     def _free(self, behind: Sequence[EngineSlot], version: int) -> EngineSlot | None:
-        """One that serves nothing, unless it would differ from those that are held; else the others in turn."""
-        behind = sorted(behind, key=lambda slot: not slot.evaluates)  # the run waits for an evaluation
+        """One that serves nothing, unless it would differ from those that are held; else the one furthest behind."""
+        behind = sorted(behind, key=lambda slot: (not slot.evaluates, slot.served.value))  # an evaluation is waited for
         empty = next((slot for slot in behind if not slot.loaded), None)
         held = {
             s.served.value for s in self._slots if empty is not None and s.loaded and s.evaluates == empty.evaluates

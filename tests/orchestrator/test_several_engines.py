@@ -85,6 +85,21 @@ def test_a_version_rolls_through_the_engines_and_generation_never_stops():
         assert stamps.more(20) <= {("a", 1), ("b", 1)}
 
 
+def test_however_fast_versions_come_the_engine_that_is_furthest_behind_loads_next():
+    first, second, stamps = GatedEngine("a"), GatedEngine("b"), Stamps()
+    with running(stamps, engines=[first, second], **SETTINGS) as orchestrator:
+        stamps.more(10)
+        step(orchestrator)
+        for engine, other, version in ((first, second, 1), (second, first, 2), (first, second, 3), (second, first, 4)):
+            eventually(lambda engine=engine: engine.loading)
+            assert not other.loading
+            step(orchestrator)  # a newer one is there before this one is loaded
+            engine.gate.set()
+            eventually(lambda engine=engine, version=version: engine.version == version)
+        eventually(lambda: first.loading)
+        first.gate.set()
+
+
 def test_a_group_counts_as_old_as_the_oldest_open_engine_wherever_it_went():
     first, second, stamps = GatedEngine("a"), GatedEngine("b"), Stamps()
     with running(stamps, engines=[first, second], **SETTINGS) as orchestrator:
