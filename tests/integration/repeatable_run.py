@@ -18,6 +18,15 @@ from async_rl.policy import PolicyModule
 from async_rl.trainer import AsyncRLTrainer
 
 
+class Uneven(OddLength):
+    """One group in seven fails for good, others end with equal rewards; which ones depends on the prompt alone."""
+
+    def reward(self, prompt, completion):
+        if (prompt["a"] + 3 * prompt["b"]) % 7 == 3:
+            raise ValueError("the judge has no answer to this one")
+        return super().reward(prompt, completion)
+
+
 class Kill(Callback):
     """SIGKILLs this process: in the middle of the step that follows a version, or between two steps."""
 
@@ -47,11 +56,13 @@ def run(model_dir, run_dir, *, callbacks=(), resume=False):
         model_dir, optimizer=lambda p: torch.optim.AdamW(p, lr=1e-3), lr_schedule="cosine", warmup_steps=2
     )
     data = RolloutDataModule(
-        OddLength(),
+        Uneven(),
         TransformersEngine(str(model_dir), deterministic=True, dtype="float32", threads=1),
         batch_size=2,
         group_size=4,
         sampling=SamplingParams(max_tokens=6),
+        max_retries=0,
+        filter_zero_variance=True,
     )
     trainer.fit(policy, datamodule=data)
 
