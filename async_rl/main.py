@@ -8,7 +8,7 @@ import re
 import sys
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -26,7 +26,7 @@ from async_rl.console import messages, print_error
 from async_rl.earlier_config import CONFIG, continued, earlier_choices
 from async_rl.hub import SourceNotFoundError
 from async_rl.resume_rules import DATABASE
-from async_rl.run_end import EXIT_CONFIG, EXIT_ERROR, EXIT_FINISHED, EXIT_INTERRUPTED
+from async_rl.run_end import EXIT_CONFIG, EXIT_ERROR, EXIT_FINISHED, EXIT_INTERRUPTED, RunInterrupted
 from async_rl.run_record import RunRecord, claim_directory
 from async_rl.signals import terminating_interrupts
 from async_rl.targets import parameters_of, refused_by
@@ -124,7 +124,8 @@ def _train(config: RunConfig, choices: Mapping[str, Any], record: RunRecord) -> 
         compose.report(refusal)
         return EXIT_CONFIG, refusal
     try:
-        trainer.fit(policy, datamodule=datamodule)
+        with suppress(RunInterrupted):  # its exit code is that of the end
+            trainer.fit(policy, datamodule=datamodule)
     except SettingError as error:
         compose.report(str(error))
         return EXIT_CONFIG, str(error)

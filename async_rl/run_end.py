@@ -19,6 +19,10 @@ EXIT_INTERRUPTED = 75
 """SIGINT or SIGTERM, and there is a record to go on from with ``resume`` (the code for "try again later")."""
 
 
+class RunInterrupted(SystemExit):
+    """A signal ended the run; raised by ``fit`` when everything is saved, so the script ends with that exit code."""
+
+
 @dataclass(frozen=True, slots=True)
 class RunEnd:
     """Why a run ended, and the exit code that says so."""

@@ -61,6 +61,11 @@ class StopSignals:
             signal.signal(s, handler)
         self._before = {}
 
+    @property
+    def received(self) -> bool:
+        """Whether a signal came since the block was entered."""
+        return self._seen > 0
+
     def install(self) -> None:
         """Take the signals again, inside the block: Lightning replaces the handler of SIGTERM while it sets up."""
         for s in self._before:

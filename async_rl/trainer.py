@@ -26,7 +26,7 @@ from async_rl.orchestrator.garbage import rare_collections
 from async_rl.policy import PolicyModule
 from async_rl.replay import ReplayDataModule, open_replay
 from async_rl.resume_rules import check_arguments, check_directory
-from async_rl.run_end import EXIT_ERROR, EXIT_FINISHED, EXIT_INTERRUPTED, RunEnd, announce
+from async_rl.run_end import EXIT_ERROR, EXIT_FINISHED, EXIT_INTERRUPTED, RunEnd, RunInterrupted, announce
 from async_rl.run_record import RunRecord
 from async_rl.session import RolloutSession, close_engines, start_engines, wait_for
 from async_rl.shutdown import ShutdownDeadline, leave_behind
@@ -196,10 +196,9 @@ class AsyncRLTrainer(pl.Trainer):
         datamodule: RolloutDataModule | None = None,
         ckpt_path: str | os.PathLike[str] | None = None,
     ) -> None:
-        """Train; returns when ``max_steps`` is reached, the data ends, or the run is stopped.
+        """Train; returns when ``max_steps`` is reached, the data ends, or a callback or guard stops the run.
 
-        It also returns after SIGINT or SIGTERM, with everything saved: :attr:`end` says why it did (``end.reason``) and
-        with which code a script tells its scheduler so: ``sys.exit(trainer.end.exit_code)``.
+        :attr:`end` says why (``end.reason``), and with which code a script should end (``end.exit_code``).
 
         Args:
             model: The policy.
@@ -207,6 +206,7 @@ class AsyncRLTrainer(pl.Trainer):
             ckpt_path: Checkpoint to start from; default: the newest in ``run_dir`` if ``resume``.
 
         Raises:
+            RunInterrupted: SIGINT or SIGTERM ended it, and everything is saved: as with Lightning, the script ends.
             SettingError: ``run_dir`` is in use, holds the record of a run that is not to be resumed, or what is to be
                 resumed would mean something else.
             Exception: The first failure of any thread, engine, environment, callback or of training itself.
@@ -224,6 +224,8 @@ class AsyncRLTrainer(pl.Trainer):
                 log.info("going on from %s", ckpt_path or "version 0: the run has no checkpoint yet")
             self.start_version, self.nothing_to_train = version_in(ckpt_path), ""
             self._fit(model, data, ckpt_path)
+        if self._signals.received and self.end.exit_code != EXIT_FINISHED:
+            raise RunInterrupted(self.end.exit_code)
 
     def _fit(self, model: PolicyModule, data: Any, ckpt_path: str | os.PathLike[str] | None) -> None:
         """What is left of :meth:`fit` when nothing is refused; says how it went in :attr:`end`."""

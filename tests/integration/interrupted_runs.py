@@ -137,9 +137,12 @@ def run(case, model_dir, place):
     environment = Paced(case.slow, case.seconds, place)
     callbacks = [SlowsDown(environment, case.version, place)]
     trainer, data = make_run(place / "run", environment, case.engine, callbacks=callbacks, **case.trainer)
-    trainer.fit(PolicyModule(model_dir), datamodule=data)
-    note(place / "ending")  # where training has not begun, nothing of it ends
-    os._exit(trainer.end.exit_code)  # how the interpreter gets out of it is test_shutdown.py's business
+    try:
+        trainer.fit(PolicyModule(model_dir), datamodule=data)
+    except SystemExit as stopped:  # a script that is interrupted ends: what follows `fit` is not carried out
+        note(place / "ending")  # where training has not begun, nothing of it ends
+        os._exit(stopped.code)  # how the interpreter gets out of it is test_shutdown.py's business
+    os._exit(99)
 
 
 def told(run_dir, policy):
