@@ -1,4 +1,4 @@
-"""Two real vLLM engines in one run: two servers on loopback, one of them killed; two colocated replicas."""
+"""Two real vLLM servers on loopback: as engines, with the documented command, one for evaluations, one killed."""
 
 import asyncio
 import json
@@ -13,12 +13,13 @@ import urllib.request
 from pathlib import Path
 
 import psutil
+import pyarrow.parquet
 import pytest
 import torch
 from fit_kit import Recorder, make_data, make_policy, make_trainer, outcomes
+from noted_engine import Finished, Noted
 
 from async_rl.engines.base import EngineError, GenerationRequest, SamplingParams
-from async_rl.engines.replicas import replica_arguments
 from async_rl.engines.vllm_server import VLLMServerEngine, vllm_servers
 from async_rl.engines.vllm_server_address import KEY_VARIABLE
 from async_rl.weights.file import FilePublisher
@@ -27,6 +28,7 @@ pytestmark = pytest.mark.vllm
 SMALL = {"dtype": "float32", "max_model_len": 256, "max_num_seqs": 8, "kv_cache_gib": 0.125}
 START_TIMEOUT_S = 120.0
 SECRET = "a key that only this test knows"
+ROOT = Path(__file__).resolve().parents[2]
 
 
 class Server:
@@ -178,6 +180,81 @@ def test_a_server_is_an_engine(servers, tiny_model_dir, tmp_path, monkeypatch):
     asyncio.run(newcomer.close())
 
 
+def holding(directory: Path, secret: str) -> list[str]:
+    """The files that hold a text, plain or (Parquet) compressed."""
+    found = []
+    for path in (p for p in directory.rglob("*") if p.is_file()):
+        content = path.read_bytes()
+        if path.suffix == ".parquet":
+            content += str(pyarrow.parquet.read_table(path).to_pylist()).encode()
+        if secret.encode() in content:
+            found.append(path.name)
+    return found
+
+
+def test_the_documented_command_trains_on_them_and_leaves_the_key_nowhere(servers, tiny_model_dir, tmp_path):
+    run_dir = tmp_path / "run"
+    done = subprocess.run(
+        [
+            *(sys.executable, "train.py", "engine=vllm_server", f"engine.urls=[{servers[0].url}]"),
+            *("+engine@run.evaluation.engine=vllm_server", f"run.evaluation.engine.urls=[{servers[1].url}]"),
+            *("engine.dtype=float32", "run.evaluation.engine.dtype=float32", f"model.name_or_path={tiny_model_dir}"),
+            *(f"run_dir={run_dir}", "max_steps=2", "batch_size=2", "group_size=2", "run.evaluation.limit=2"),
+        ],
+        cwd=ROOT, capture_output=True, text=True, timeout=300,
+    )  # fmt: skip
+    assert done.returncode == 0, f"{done.stdout[-3000:]}\n{done.stderr[-3000:]}"
+    record = json.loads((run_dir / "run.json").read_text())
+    assert record["exit_code"] == 0
+    assert record["facts"]["engine"] == (
+        f"vllm_servers at {servers[0].url}; vllm_servers for evaluations, float32"
+    )  # fmt: skip
+    assert [e["version"] for e in record["evaluations"]] == [0, 2]
+    steps = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    (first,) = [row for row in steps if row.get("train/loss") is not None and row["step"] == 1]
+    assert first["ratio/mismatch_age0"] < 0.05  # the server samples with our weights
+    assert outcomes(run_dir) == {"trained": 4}
+    assert not (run_dir / "weights").exists()
+    assert holding(run_dir, SECRET) == []
+    assert SECRET not in done.stdout + done.stderr
+    assert {"config.yaml", "run.json"} <= set(holding(run_dir, servers[0].url))  # what is looked for is found
+
+
+class NotedServer(Noted, VLLMServerEngine):
+    pass
+
+
+def test_trajectory_on_one_server_and_evaluations_on_the_other(servers, tiny_model_dir, tmp_path):
+    training, evaluating = (
+        NotedServer(server.url, weights_dir=str(tmp_path / "weights"), dtype="float32", name=name)
+        for server, name in zip(servers, ("training", "evaluating"), strict=True)
+    )
+    callback = Finished()
+    trainer = make_trainer(
+        tmp_path / "run", max_steps=6, sampling_policy="trajectory", eval_every=2, evaluate_at="ends",
+        parity_check=True, callbacks=[callback],
+    )  # fmt: skip
+    data = make_data(
+        with_engine=training, eval_engine=evaluating, batch_size=4, sampling=SamplingParams(max_tokens=96),
+        eval_sampling=SamplingParams(max_tokens=64), eval_limit=6, eval_samples=2,
+    )  # fmt: skip
+    trainer.fit(make_policy(tiny_model_dir), data)
+    assert trainer.end.exit_code == 0
+    versions = [{s.version for s in t.segments} for group in callback.groups for t in group.trajectories]
+    assert {len(several) for several in versions} == {1}
+    assert len(set.union(*versions)) > 2
+    assert max(callback.ages) <= 2
+    assert outcomes(tmp_path / "run") == {"trained": 24}
+    assert [e["version"] for e in trainer.evaluations] == [load[0] for load in evaluating.loaded] == [0, 2, 4, 6]
+    assert [e["samples"] for e in trainer.evaluations] == [12] * 4
+    assert len(evaluating.asked) == 4 * 12
+    assert all(request.name.startswith("g-") for request in evaluating.asked)
+    assert not any(request.name.startswith("g-") for request in training.asked)
+    for evaluation in (evaluating.asked[:12], evaluating.asked[12:24]):  # later ones may find no rollout left
+        began_s, ended_s = min(r.began_s for r in evaluation), max(r.ended_s for r in evaluation)
+        assert any(r.began_s < ended_s and r.ended_s > began_s for r in training.asked)
+
+
 class StampsByEngine(Recorder):
     """Which engine served each planned group, and from which version on."""
 
@@ -237,20 +314,3 @@ def test_a_killed_server_is_taken_out_and_taken_back_and_nothing_is_lost(servers
     assert set(ended) <= {"trained", "saved"}  # re-admitted, not failed; with max_retries=0 nothing was tried again
     assert ended["trained"] == 4 * trainer.global_step
     assert not weights.exists()
-
-
-def test_two_colocated_replicas_share_a_run(tiny_model_dir, tmp_path):
-    pytest.importorskip("vllm")
-    from async_rl.engines.vllm import VLLMEngine
-
-    arguments = {"model": str(tiny_model_dir), "cpu_cores": "auto", "log_file": str(tmp_path / "vllm.log"), **SMALL}
-    cores = sorted(os.sched_getaffinity(0))
-    engines = [VLLMEngine(**one) for one in replica_arguments("vllm", arguments, 2, cores)]
-    callback = StampsByEngine()
-    trainer = make_trainer(tmp_path / "run", max_steps=6, max_staleness=1, parity_check=True, callbacks=[callback])
-    data = make_data(with_engine=engines, batch_size=4, sampling=SamplingParams(max_tokens=32))
-    trainer.fit(make_policy(tiny_model_dir), data)
-    assert min(map(len, callback.heads.values())) >= 4  # both served
-    assert max(callback.ages) <= 1
-    assert outcomes(tmp_path / "run") == {"trained": 24}
-    assert {p.name for p in tmp_path.glob("vllm*.log")} == {"vllm-0.log", "vllm-1.log"}
