@@ -107,7 +107,7 @@ def test_a_server_is_an_engine(servers, tiny_model_dir, tmp_path, monkeypatch):
     model = AutoModelForCausalLM.from_pretrained(tiny_model_dir, dtype=torch.float32)
     publisher = FilePublisher(tmp_path, torch.float32)
     engine = VLLMServerEngine(
-        servers[1].url, weights_dir=str(tmp_path), dtype="float32", start_timeout_s=START_TIMEOUT_S
+        servers[1].url, weights_dir=str(tmp_path), dtype="float32", start_timeout_s=START_TIMEOUT_S, kv_max_age=0
     )
 
     def request(seed: int, tokens: int, prompt=(5, 6, 7)) -> GenerationRequest:
@@ -145,9 +145,16 @@ def test_a_server_is_an_engine(servers, tiny_model_dir, tmp_path, monkeypatch):
         while sum(r.started for r in list(client._requests.values())) < 2:
             await asyncio.sleep(0.002)
         await load(3)
-        spans = [tuple(s.version for s in (await job).segments) for job in jobs]
+        generations = [await job for job in jobs]
+        spans = [tuple(s.version for s in generation.segments) for generation in generations]
         assert (2, 3) in spans
         assert set(spans) <= {(2,), (2, 3), (3,)}
+        assert engine.stats().recomputes == 1
+        for seed, generation in enumerate(generations):  # by the new weights alone: no keys of the old ones were left
+            if spans[seed] == (2, 3):
+                told = reference([5 + seed, *generation.token_ids], temperature=0.8)
+                gaps = (told - torch.tensor(generation.logprobs)).abs()
+                assert float(gaps[generation.segments[1].start :].max()) < 1e-3
         with pytest.raises(ValueError, match="refused a request"):
             await engine.generate(request(0, 4, tuple(range(5, 45)) * 10))
         cancelled = asyncio.ensure_future(engine.generate(request(1, 200)))

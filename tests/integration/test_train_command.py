@@ -68,6 +68,24 @@ def test_a_run_and_its_resume(tmp_path):
         assert dict(db.execute("select outcome, count(*) from groups group by 1")) == {"trained": 12}
 
 
+@pytest.mark.slow
+def test_two_runs_at_once_do_not_collide(tmp_path):
+    runs = {
+        tmp_path / name: subprocess.Popen(
+            command(tmp_path / name, "engine=vllm", "max_steps=2", f"optimizer.lr={lr}"), cwd=ROOT, text=True,
+            stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+        )
+        for name, lr in {"one": 1e-3, "other": 1e-2}.items()
+    }  # fmt: skip
+    printed = {run_dir: process.communicate(timeout=300)[0] for run_dir, process in runs.items()}
+    for run_dir, process in runs.items():
+        assert process.returncode == 0, printed[run_dir][-3000:]
+        assert json.loads((run_dir / "run.json").read_text())["exit_reason"] == "max_steps=2 reached"
+        with sqlite3.connect(run_dir / "run.db") as db:
+            assert db.execute("select outcome, count(*) from groups group by 1").fetchall() == [("trained", 4)]
+        assert "serves the weights of version 1" in (run_dir / "run.log").read_text()  # its own, not the other's
+
+
 def test_sigkill_leaves_no_engine_behind(tmp_path):
     process = subprocess.Popen(
         command(tmp_path / "run", "max_steps=100000"), cwd=ROOT, stdout=subprocess.PIPE, text=True,
