@@ -390,7 +390,7 @@ class AsyncRLTrainer(pl.Trainer):
         self.shutdown.start()
         timeout_s = 0.8 * self.shutdown.remaining_s  # before the deadline, which ends the process
         session = self._sessions.pop() if self._sessions else None
-        engines = [] if self.nothing_to_train else [*datamodule.engines, *datamodule.eval_engines]
+        engines = [*datamodule.engines, *datamodule.eval_engines]
         left = session.close(timeout_s) if session else close_engines(engines, timeout_s)
         if left:
             log.error("did not stop within %.3g s: %s", timeout_s, ", ".join(left))

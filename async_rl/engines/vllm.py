@@ -7,10 +7,12 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
+from typing_extensions import override
+
 from async_rl.engines.base import EngineError
 from async_rl.engines.client_engine import ClientEngine, Session
 from async_rl.engines.loop_thread import LoopThread
-from async_rl.engines.scratch import Scratch
+from async_rl.engines.scratch import Scratch, sweep
 from async_rl.engines.vllm_client import VLLMClient
 from async_rl.engines.vllm_launch import Launch, VLLMSettings, launch
 
@@ -107,6 +109,12 @@ class VLLMEngine(ClientEngine):
                 ) from error
             raise
         return Session(thread, client, scratch.cleanup)
+
+    @override
+    async def close(self) -> None:
+        """Free everything, what a killed process left behind included: this engine may never have been started."""
+        await super().close()
+        await asyncio.to_thread(sweep)
 
 
 def _give_up(launching: Launch, thread: LoopThread) -> None:

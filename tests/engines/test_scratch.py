@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import subprocess
 import sys
 import tempfile
@@ -10,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from async_rl.engines.scratch import Scratch
+from async_rl.engines.vllm import VLLMEngine
 
 OWNER = """
 import sys, tempfile
@@ -34,6 +36,14 @@ def test_it_is_there_until_it_is_cleaned_up(temp_dir):
     scratch.cleanup()
     scratch.cleanup()
     assert list(temp_dir.iterdir()) == []
+
+
+def test_an_engine_that_was_never_started_removes_it_too(temp_dir):
+    left = temp_dir / "async-rl-engine-0"
+    left.mkdir()
+    (left / "owner").touch()
+    asyncio.run(VLLMEngine("model").close())  # a run that is resumed with nothing left to do
+    assert not left.exists()
 
 
 def test_what_a_killed_process_left_is_removed_by_the_next_one_and_nothing_else(temp_dir):
