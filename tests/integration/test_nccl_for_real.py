@@ -6,6 +6,7 @@ import json
 import os
 import signal
 import subprocess
+import threading
 import time
 from functools import partial
 from pathlib import Path
@@ -77,15 +78,17 @@ class KilledInTheMiddle(Recorder):
     def __init__(self, server, engine, monkeypatch):
         super().__init__()
         self.server, self.engine = server, engine
-        self.killed_s, self.checked, self.restarts = 0.0, [], 0
+        self.killed, self.back = threading.Event(), threading.Event()
+        self.checked, self.restarts = [], 0
         tensors = nccl.NcclSource.tensors
 
         def tensors_until_the_kill(source):
             for number, pair in enumerate(tensors(source)):
-                if number == 20 and source.version == 2 and not self.killed_s:
-                    self.killed_s = time.monotonic()
+                if number == 20 and source.version == 2 and not self.killed.is_set():
+                    self.killed.set()
                     server.kill()
                     server.start()
+                    self.back.set()
                 yield pair
 
         monkeypatch.setattr(nccl.NcclSource, "tensors", tensors_until_the_kill)
@@ -105,8 +108,11 @@ def test_a_server_that_dies_while_it_receives_comes_back_into_a_group_of_its_own
     callback = KilledInTheMiddle(server, engine, monkeypatch)
     trainer = make_trainer(tmp_path / "run", max_steps=5, max_staleness=0, parity_check=True, callbacks=[callback])
     data = make_data(with_engine=[engine], max_engine_restarts=1, max_retries=0)
-    trainer.fit(make_policy(tiny_model_dir), data)
-    assert callback.killed_s
+    try:
+        trainer.fit(make_policy(tiny_model_dir), data)
+    finally:  # or the server could be started after the one before it has been cleaned up
+        assert not callback.killed.is_set() or callback.back.wait(LONG_S)
+    assert callback.killed.is_set()
     assert callback.restarts == 1
     assert callback.checked == [0, 1, 2, 3, 4]  # the one that was broken off was sent again
     assert outcomes(tmp_path / "run") == {"trained": 10}
