@@ -75,8 +75,8 @@ class AsyncRLTrainer(pl.Trainer):
         checkpoint_every_s: Save one so many seconds after the last; ``None``: not by time. See ``RunCheckpoint``.
         keep_last: Checkpoints kept.
         parity_check: Compare engine and trainer log-probabilities before the first rollout and after the first update.
-        stall_timeout_s: Seconds in which no batch was trained, no rollout ended and no weights were loaded, after which
-            the run ends with a report in ``stall.txt``; ``None``: never.
+        stall_timeout_s: Seconds without a trained batch, an ended rollout or a load of newer weights that end the run,
+            with a report in ``stall.txt``; ``None``: never.
         shutdown_timeout_s: Most seconds the end of a run may take, the last evaluation and checkpoint not counted; then
             the process is ended with exit code 1 (see :class:`~async_rl.shutdown.ShutdownDeadline`).
         checkpoint_timeout_s: Most seconds that last checkpoint may take; then the process is ended too.
@@ -207,8 +207,7 @@ class AsyncRLTrainer(pl.Trainer):
 
         Raises:
             RunInterrupted: SIGINT or SIGTERM ended it, and everything is saved: as with Lightning, the script ends.
-            SettingError: ``run_dir`` is in use, holds the record of a run that is not to be resumed, or what is to be
-                resumed would mean something else.
+            SettingError: ``run_dir`` is in use, holds a record not to be resumed, or would mean something else.
             Exception: The first failure of any thread, engine, environment, callback or of training itself.
         """
         if (datamodule is None) is (self.replay is None):
@@ -365,8 +364,6 @@ class AsyncRLTrainer(pl.Trainer):
         self.validating = True
         self.fit_loop.epoch_loop.val_loop.run()
         self.training = True
-
-    # private
 
     def _poll_or_stop(self) -> None:
         self.poll()
