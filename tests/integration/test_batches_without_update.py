@@ -56,7 +56,7 @@ def test_a_loss_that_is_nan_once_costs_its_batch_and_nothing_else(tiny_model_dir
 
     watch, scripted = Watch(), engine()
     policy = make_policy(tiny_model_dir, lr_schedule="linear", **nan_for_the_second_batch(where))
-    trainer = make_trainer(tmp_path, max_staleness=staleness, callbacks=[watch])
+    trainer = make_trainer(tmp_path, max_staleness=staleness, callbacks=[watch], stall_timeout_s=20)
     trainer.fit(policy, datamodule=make_data(with_engine=scripted, epochs=1))
     assert (trainer.end.exit_code, trainer.global_step) == (0, 4)
     assert watch.values("batch_planned") == [0, 1, 1, 2, 3]
@@ -77,7 +77,7 @@ def test_a_loss_that_is_nan_once_costs_its_batch_and_nothing_else(tiny_model_dir
 @pytest.mark.parametrize("staleness", [0, 2])
 def test_batches_without_a_trainable_token_end_the_run_with_the_guard_s_code(tiny_model_dir, tmp_path, staleness):
     recorder, silent = Recorder(), ScriptedEngine(lambda prompt, seed: [])
-    trainer = make_trainer(tmp_path, max_staleness=staleness, max_steps=50, callbacks=[recorder])
+    trainer = make_trainer(tmp_path, max_staleness=staleness, max_steps=50, callbacks=[recorder], stall_timeout_s=20)
     trainer.fit(make_policy(tiny_model_dir), datamodule=make_data(with_engine=silent, epochs=1))
     assert (trainer.end.exit_code, trainer.global_step) == (3, 0)
     assert trainer.end.reason.startswith("3 empty batches in a row: ")
