@@ -36,9 +36,11 @@ def test_two_colocated_replicas_share_a_run_and_a_version_rolls_through_them(tin
     cores = sorted(os.sched_getaffinity(0))
     engines = [NotedReplica(**one) for one in replica_arguments("vllm", arguments, 2, cores)]
     callback = Recorder()
+    # Only the concurrency keeps groups from starting: some do at every moment.
     trainer = make_trainer(
-        tmp_path / "run", max_steps=8, max_staleness=8, admit_ahead=8, parity_check=True, callbacks=[callback]
-    )  # only the concurrency keeps groups from starting: some do at every moment
+        tmp_path / "run", max_steps=8, max_staleness=8, admit_ahead=8, parity_check=True, stall_timeout_s=60.0,
+        callbacks=[callback],
+    )  # fmt: skip
     sampling = SamplingParams(max_tokens=12)
     data = make_data(WithTool(), with_engine=engines, batch_size=4, max_concurrent=8, sampling=sampling)
     trainer.fit(make_policy(tiny_model_dir), data)

@@ -239,7 +239,7 @@ def test_trajectory_on_one_server_and_evaluations_on_the_other(servers, tiny_mod
     callback = Finished()
     trainer = make_trainer(
         tmp_path / "run", max_steps=6, sampling_policy="trajectory", eval_every=2, evaluate_at="ends",
-        parity_check=True, callbacks=[callback],
+        parity_check=True, stall_timeout_s=60.0, callbacks=[callback],
     )  # fmt: skip
     data = make_data(
         with_engine=training, eval_engine=evaluating, batch_size=4, sampling=SamplingParams(max_tokens=96),
