@@ -25,6 +25,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import gc
 import json
 import logging
 import random
@@ -270,6 +271,7 @@ def measure(settings: list[Setting], directory: Path, args: argparse.Namespace) 
                 began_s = time.monotonic()
                 seen = run(setting, engine, model, tokenizer, turn, args)
                 measured[setting].add(seen)
+                gc.collect()  # a trainer is a cycle: without this, optimizer states of 1 GB pile up
                 print(
                     f"  round {turn + 1}, {setting.name}: {seen.figures()['tokens_per_s']:.1f} tokens/s over "
                     f"{seen.steps} steps in {seen.seconds:.0f} s ({time.monotonic() - began_s:.0f} s in all)",
