@@ -65,7 +65,9 @@ class HardwareConfig:
     kind: Annotated[Literal["cpu", "gpu"], Key("what the presets are for; found out when not given")]
     accelerator: Annotated[str, Key("Lightning's accelerator")]
     devices: Annotated[int, Key("devices the policy trains on", ge=1)]
-    precision: Annotated[str, Key("Lightning's precision, for example bf16-mixed")]
+    precision: Annotated[
+        Literal["auto", "bf16-mixed", "32-true"], Key("bf16-mixed, 32-true, or auto: the faster one, on a CPU measured")
+    ]
     trainer_threads: Annotated[int | None, Key("CPU threads of the trainer; null: one per core", ge=1)]
 
 

@@ -18,6 +18,7 @@ from async_rl.callbacks.resume import ResumeVersionRecovery
 from async_rl.callbacks.run_loop import RunLoop
 from async_rl.callbacks.summary import RunSummary
 from async_rl.jsonl_logger import JsonlLogger
+from async_rl.precision import AUTO, resolve_precision
 
 _VERSIONS = "max_steps and eval_every, which count policy versions"
 _OURS = {
@@ -62,6 +63,8 @@ def lightning_arguments(
     for key, use in _OURS.items():
         if key in given:
             raise ValueError(f"AsyncRLTrainer: {key}={given[key]!r} has no meaning here; use {use}")
+    if given.get("precision") == AUTO:
+        given = given | {"precision": resolve_precision(AUTO, given.get("accelerator", "auto"))}
     callbacks = [callbacks] if isinstance(callbacks, pl.Callback) else list(callbacks or [])
     has_bar = any(isinstance(c, ProgressBar) for c in callbacks)
     shows = given.get("enable_progress_bar", True)

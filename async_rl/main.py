@@ -150,11 +150,16 @@ def build(
     import torch
 
     from async_rl.models import resolve_model
+    from async_rl.precision import resolve_precision
 
     _quieten_libraries()
     pl.seed_everything(config.seed, workers=True, verbose=False)
     if config.hardware.trainer_threads is not None:
         torch.set_num_threads(config.hardware.trainer_threads)
+    precision: Any = resolve_precision(config.hardware.precision, config.hardware.accelerator)
+    if precision != config.hardware.precision:
+        config = replace(config, hardware=replace(config.hardware, precision=precision))
+        _keep(Path(config.run_dir) / CONFIG, "hardware.precision", precision)
     model = resolve_model(config.model.name_or_path, config.model.revision)
     environment = None  # a replay needs none, but for the model it starts with
     if config.replay is None or config.model.warm_up is not None:
@@ -168,6 +173,13 @@ def build(
     if config.replay is None:
         datamodule = _build_datamodule(config, environment, str(model.path))
     return _build_trainer(config, record), _build_policy(config, model), datamodule
+
+
+def _keep(config_file: Path, key: str, value: str) -> None:
+    """Write what was found out into the saved config, so that a resume goes on with it."""
+    saved = OmegaConf.load(config_file)
+    OmegaConf.update(saved, key, value)
+    OmegaConf.save(saved, config_file)
 
 
 def _warm_up(config: RunConfig, model: ResolvedModel, environment: Any) -> ResolvedModel:

@@ -85,6 +85,7 @@ class AsyncRLTrainer(pl.Trainer):
             ``ResumeVersionRecovery`` that ``callbacks`` holds none of.
         logger: As Lightning's; default a ``TensorBoardLogger`` and a ``JsonlLogger`` in ``run_dir``.
         record: Keeps ``run.json``, already begun by who holds ``run_dir`` (``RunLock``); default: ``fit`` does both.
+        precision: ``"bf16-mixed"``, ``"32-true"``, or ``"auto"``: the faster one, which is measured on a CPU.
         **lightning_kwargs: Anything else ``lightning.Trainer`` takes.
 
     Raises:

@@ -235,7 +235,7 @@ def run(setting: Setting, engine: Engine, model: Any, tokenizer: Any, seed: int,
             enable_progress_bar=False,
             callbacks=[window, DrainCallback(timeout_s=0.0)],
             accelerator="cpu",
-            precision="bf16-mixed",
+            precision="auto",
         )
         policy = (PolicyModule if setting.trains else IdlePolicy)(
             model, tokenizer, optimizer=partial(torch.optim.AdamW, lr=0.0, weight_decay=0.0, fused=True)

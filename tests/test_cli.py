@@ -262,7 +262,9 @@ def test_real_runs_from_another_directory_one_after_the_other(tmp_path):
         assert (record["exit_code"], record["exit_reason"]) == (0, "max_steps=2 reached")
         assert record["facts"]["model"].startswith("tiny")
         assert [e["version"] for e in record["evaluations"]] == [0, 2]
-        assert OmegaConf.load(directory / "config.yaml").max_staleness == staleness
+        config = OmegaConf.load(directory / "config.yaml")
+        assert config.max_staleness == staleness
+        assert config.hardware.precision in ("32-true", "bf16-mixed")  # what was found out, for a resume to go on with
         assert (directory / "metrics.jsonl").stat().st_size > 0
         assert list((directory / "tensorboard").iterdir())
         assert (directory / "run.log").read_text()
