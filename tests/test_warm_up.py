@@ -93,7 +93,8 @@ def test_the_command_trains_and_samples_with_the_warmed_up_model(
 
     config = composed(
         "+recipe=calculator", "model=tiny", "engine=transformers", "model.warm_up.traces=2", "hardware=cpu",
-        "environment.train_size=4", "environment.eval_size=2", "hardware.precision=32-true", f"run_dir={tmp_path / 'run'}",
+        "environment.train_size=4", "environment.eval_size=2", "hardware.precision=32-true",
+        f"run_dir={tmp_path / 'run'}",
     )  # fmt: skip
     (tmp_path / "run").mkdir()
     told: dict[str, str] = {}
