@@ -1,6 +1,6 @@
 """What asynchrony costs a rollout engine: multi-turn rollouts behind a slow tool, a real vLLM, a real training loop.
 
-    python scripts/bench_rollout.py [--json FILE] [--model DIR] [--window-s 30] [--steps N] [--rounds 2]
+    python scripts/bench_rollout.py [--json FILE] [--model DIR] [--window-s 70] [--steps N] [--rounds 2]
 
 The task is the calculator environment's: its problems, its tool, and the tool's log-normal latency with a heavy tail.
 The tool is called for the model, twice, between three turns of at most ``--max-tokens`` tokens, and the learning rate
@@ -307,7 +307,7 @@ def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", type=Path)
     parser.add_argument("--model", default=SMOLLM2, help="directory or name of a model, or 'tiny'")
-    parser.add_argument("--window-s", type=float, default=30.0, help="least seconds to measure of each run")
+    parser.add_argument("--window-s", type=float, default=70.0, help="least seconds to measure of each run")
     parser.add_argument("--steps", type=int, help="measure so many steps of each run at most")
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--staleness", type=int, nargs="+", default=[0, 2, 4], help="S")
@@ -315,7 +315,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--batch-size", type=int, default=2, help="B, groups per step")
     parser.add_argument("--group-size", type=int, default=4, help="G, samples per group")
     parser.add_argument("--max-tokens", type=int, default=12, help="of each of the three turns")
-    parser.add_argument("--tool-mean-s", type=float, default=2.0, help="mean wait for the tool, per call")
+    parser.add_argument("--tool-mean-s", type=float, default=4.0, help="mean wait for the tool, per call")
     args = parser.parse_args()
     for name in ("steps", "rounds"):
         if (value := getattr(args, name)) is not None and value < 1:
