@@ -1,7 +1,7 @@
 """Which precision trains fastest on this machine: on a CPU that is measured, everywhere else it is bfloat16.
 
-Autocast to bfloat16 is several times faster than float32 on a CPU with matrix units for it (AMX), half as fast on one
-that has only instructions, and a hundred times slower in the backward pass on one that has neither (AVX2).
+Autocast to bfloat16 pays on a CPU with matrix units for it (AMX); on one that has only instructions it was half as fast
+as float32, and on one with neither (AVX2) several times slower (``scripts/bench_precision.py``).
 """
 
 from __future__ import annotations

@@ -1,8 +1,13 @@
 """precision="auto": what is measured decides, what is given stays."""
 
+import json
+import runpy
+import sys
+
 import pytest
 import torch
 
+from async_rl.compose import REPOSITORY
 from async_rl.precision import resolve_precision
 from async_rl.trainer import AsyncRLTrainer
 
@@ -52,3 +57,14 @@ def test_the_real_products_are_timed_in_both():
 def test_the_trainer_takes_it(tmp_path):
     trainer = AsyncRLTrainer(max_steps=1, run_dir=tmp_path, precision="auto", accelerator="cpu")
     assert trainer.precision in ("32-true", "bf16-mixed")
+
+
+def test_the_benchmark_times_both(tiny_model_dir, tmp_path, monkeypatch, capsys):
+    out = tmp_path / "row.json"
+    arguments = ["--model", tiny_model_dir, "--tokens", 64, "--rounds", 1, "--json", out]
+    monkeypatch.setattr(sys, "argv", ["bench_precision.py", *map(str, arguments)])
+    runpy.run_path(str(REPOSITORY / "scripts" / "bench_precision.py"), run_name="__main__")
+    row = json.loads(out.read_text())
+    assert row["auto"] in row
+    assert min(row["bf16-mixed"], row["32-true"]) > 0
+    assert "64 tokens" in capsys.readouterr().out
