@@ -182,8 +182,10 @@ class RolloutSession:
         """What control plane and engines did since the last call."""
         return self.orchestrator.drain_metrics() | self._meter.drain()
 
-    def ask(self, engine: Engine, question: Callable[[], Coroutine[Any, Any, T]], poll: Callable[[], None]) -> T:
-        """Await an answer of an engine that serves; once more, if it died over it and came back."""
+    def ask(
+        self, engine: Engine, question: Callable[[], Coroutine[Any, Any, T]], poll: Callable[[], None]
+    ) -> T | None:
+        """Await an answer of an engine that serves; once more, if it died over it and came back (``Fleet.ask``)."""
         return self.orchestrator.fleet.ask(engine, lambda: wait_for(in_thread(question, "question"), poll), poll)
 
     def check_parity(
@@ -213,6 +215,12 @@ class RolloutSession:
                 tolerance = mean_tolerance(trainer_dtype if engine.dtype == "auto" else engine.dtype, trainer_dtype)
                 check = partial(check_parity, engine, policy.logprobs, sequences, tolerance=tolerance, version=version)
                 report = self.ask(engine, check, poll)
+                if report is None:
+                    log.warning(
+                        "%s is away: its log-probabilities were not compared with those of version %d",
+                        *(engine.name, version),
+                    )
+                    continue
                 log.info(
                     "%s serves the weights of version %d: log-probabilities differ from the trainer's by %.2g on "
                     "average (at most %.2g), %.2g would be refused",

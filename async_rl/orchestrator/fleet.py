@@ -108,11 +108,22 @@ class Fleet:
 
         self._main.wait(f"version {version} to be served", served, poll)
 
-    def ask(self, engine: EngineLike, work: Callable[[], T], poll: Poll) -> T:
-        """Wait until ``engine`` serves and do ``work`` with it; again, if it died over it and came back."""
+    def ask(self, engine: EngineLike, work: Callable[[], T], poll: Poll) -> T | None:
+        """Wait until ``engine`` serves and do ``work`` with it; again, if it died over it and came back.
+
+        Returns:
+            What ``work`` returned, or ``None`` where the engine is dead and another of its kind serves: the run goes on
+            with that one.
+        """
         slot = next(slot for slot in self.slots if slot.engine is engine)
+
+        def away() -> bool:
+            return slot.lost and any(peer.loaded for peer in self.slots if peer.evaluates == slot.evaluates)
+
         while True:
-            self._main.wait(f"engine {engine.name} to serve", lambda: slot.loaded, poll)
+            self._main.wait(f"engine {engine.name} to serve", lambda: slot.loaded or away(), poll)
+            if away():
+                return None
             incarnation = slot.incarnation
             try:
                 return work()

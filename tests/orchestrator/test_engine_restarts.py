@@ -426,6 +426,29 @@ def test_what_is_asked_of_an_engine_is_asked_again_once_it_is_back():
             orchestrator.fleet.ask(engine, lambda: 1 // 0, patient())
 
 
+def test_an_engine_that_is_away_is_not_waited_for_while_another_one_serves():
+    """A server that died before its weights were compared stopped the run until somebody started it again."""
+    may_start = threading.Event()
+
+    async def slow(n):
+        while n and not may_start.is_set():
+            await asyncio.sleep(0.001)
+
+    away, engine = Mortal("a", knows=True, on_start=slow), Mortal("b")
+
+    def dies():
+        away.dead = True
+        away.serve()
+
+    with running(at_once, engines=[away, engine], resume=False) as orchestrator:
+        try:
+            with orchestrator.fleet.hold_loads():
+                assert orchestrator.fleet.ask(away, dies, patient()) is None
+                assert orchestrator.fleet.ask(engine, lambda: "answer", patient()) == "answer"
+        finally:
+            may_start.set()
+
+
 # the budget
 
 
