@@ -182,9 +182,7 @@ class RolloutSession:
         """What control plane and engines did since the last call."""
         return self.orchestrator.drain_metrics() | self._meter.drain()
 
-    def ask(
-        self, engine: Engine, question: Callable[[], Coroutine[Any, Any, T]], poll: Callable[[], None]
-    ) -> T | None:
+    def ask(self, engine: Engine, question: Callable[[], Coroutine[Any, Any, T]], poll: Callable[[], None]) -> T | None:
         """Await an answer of an engine that serves; once more, if it died over it and came back (``Fleet.ask``)."""
         return self.orchestrator.fleet.ask(engine, lambda: wait_for(in_thread(question, "question"), poll), poll)
 

@@ -7,9 +7,11 @@ import json
 import logging
 import multiprocessing
 import os
+import signal
 import threading
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from multiprocessing import resource_tracker
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -110,7 +112,7 @@ def launch(settings: VLLMSettings, scratch: str, launching: Launch) -> AsyncLLM:
 
     on_cpu = current_platform.is_cpu()
     cores = engine_cores(settings.cpu_cores, sorted(os.sched_getaffinity(0))) if on_cpu else []
-    with _environment(child_environment(settings, scratch, cores, on_cpu)), _affinity(cores):
+    with _environment(child_environment(settings, scratch, cores, on_cpu)), _affinity(cores), _signals_left_to_parent():
         arguments = engine_arguments(settings, scratch, on_cpu)
         _check_plugin(settings)
         try:
@@ -257,6 +259,21 @@ def _affinity(cores: list[int]) -> Iterator[None]:
         yield
     finally:
         os.sched_setaffinity(0, before)
+
+
+@contextlib.contextmanager
+def _signals_left_to_parent() -> Iterator[None]:
+    """Block SIGINT and SIGTERM in the calling thread, and so in the processes it starts.
+
+    Both go to the whole process group, and the trainer decides when to end. An engine core ignores them once it has
+    loaded our plug-in; before that, seconds of imports, it would die of them with a traceback on the terminal.
+    """
+    resource_tracker.ensure_running()  # starting it later, with the first process, would unblock them
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGTERM})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def _check_plugin(settings: VLLMSettings) -> None:

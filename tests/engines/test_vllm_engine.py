@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import multiprocessing
 import os
 import shutil
 import signal
@@ -422,6 +423,25 @@ def test_a_signal_to_the_whole_process_group_is_left_to_the_trainer(served: Serv
         await served.engine.generate(request(prompt_of(5), max_tokens=4))
 
     asyncio.run(run())
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_to_the_whole_process_group_while_it_starts_is_left_to_the_trainer(model_dir, number, capfd):
+    engine, before = VLLMEngine(str(model_dir), name="vllm-early"), set(multiprocessing.active_children())
+
+    async def run() -> None:
+        starting = asyncio.ensure_future(engine.start())
+        try:
+            while not (born := set(multiprocessing.active_children()) - before):
+                await asyncio.sleep(0.01)
+            os.kill(next(iter(born)).pid, number)  # it imports, and knows nothing of us yet
+            await starting
+        finally:
+            await engine.close()
+
+    asyncio.run(run())
+    assert "KeyboardInterrupt" not in capfd.readouterr().err
+    assert not signal.pthread_sigmask(signal.SIG_BLOCK, ()) & {signal.SIGINT, signal.SIGTERM}
 
 
 def test_engine_before_start_and_after_close(model_dir: Path):
