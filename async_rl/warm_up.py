@@ -26,6 +26,8 @@ from async_rl.schedules import make_schedule
 
 log = logging.getLogger(__name__)
 
+_TELL_EVERY_S = 10.0
+
 
 @dataclass(frozen=True, slots=True)
 class WarmUp:
@@ -81,6 +83,7 @@ class WarmUp:
 
         Raises:
             ValueError: no environment demonstrates anything, or a demonstration does not get the reward.
+            KeyboardInterrupt: SIGINT or SIGTERM came; nothing is kept.
         """
         from transformers import AutoTokenizer
 
@@ -90,7 +93,8 @@ class WarmUp:
         def build(directory: Path) -> None:
             began_s = time.monotonic()
             learner = _Imitation(load_causal_lm(model), self.lr, self._steps, micro_batch_tokens)
-            pl.Trainer(
+            log.info("warming up: %d steps on %d conversations", self._steps, len(traces))
+            fitting = pl.Trainer(
                 max_epochs=1,
                 devices=1,
                 logger=False,
@@ -98,7 +102,11 @@ class WarmUp:
                 enable_progress_bar=False,
                 enable_model_summary=False,
                 **trainer,
-            ).fit(learner, train_dataloaders=_Batches(list(self._batches(traces))))
+            )
+            try:
+                fitting.fit(learner, train_dataloaders=_Batches(list(self._batches(traces))))
+            except SystemExit as error:  # what Lightning makes of SIGINT and SIGTERM
+                raise KeyboardInterrupt from error
             learner.model.save_pretrained(directory)
             tokenizer.save_pretrained(directory)
             log.info(
@@ -162,6 +170,7 @@ class _Imitation(pl.LightningModule):
         self._steps = steps
         self._scorer = CausalLMScorer(model, "auto", micro_batch_tokens)
         self.losses: list[float] = []
+        self._told_s = time.monotonic()
 
     @override
     def configure_optimizers(self) -> Any:
@@ -188,3 +197,6 @@ class _Imitation(pl.LightningModule):
         optimizer.step()
         schedule.step()
         self.losses.append(total)
+        if time.monotonic() - self._told_s > _TELL_EVERY_S:
+            self._told_s = time.monotonic()
+            log.info("warm-up step %d of %d, loss per token %.2f", len(self.losses), self._steps, total)

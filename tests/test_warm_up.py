@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import os
+import signal
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -10,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 
+from async_rl import warm_up as module
 from async_rl.environments import SingleTurn
 from async_rl.environments.demonstrations import Trace, demonstrate
 from async_rl.policy import PolicyModule
@@ -45,6 +48,28 @@ def loss(policy: PolicyModule, trace: Trace, mask: int) -> float:
     logprobs = policy.logprobs(trace.token_ids)
     taken = [p for p, m in zip(logprobs, trace.loss_mask[1:], strict=True) if m == mask]
     return -math.fsum(taken) / len(taken)
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_an_interruption_is_one_and_keeps_nothing(
+    tiny_model_dir: Path, cache: Path, monkeypatch: pytest.MonkeyPatch, number: signal.Signals
+) -> None:
+    """Lightning ends the script for both without a word, with exit code 0 for SIGTERM."""
+    before = {s: signal.getsignal(s) for s in (signal.SIGINT, signal.SIGTERM)}
+    step = module._Imitation.training_step
+
+    def interrupted(self: Any, *args: Any) -> None:
+        step(self, *args)
+        os.kill(os.getpid(), number)
+
+    monkeypatch.setattr(module._Imitation, "training_step", interrupted)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            WarmUp(traces=6, batch_size=2).apply(tiny_model_dir, {"echo": Echo()}, accelerator="cpu")
+    finally:
+        for name, handler in before.items():
+            signal.signal(name, handler)
+    assert not [path for path in cache.iterdir() if path.is_dir() and any(path.iterdir())]
 
 
 def test_it_learns_the_models_turns_and_nothing_else(tiny_model_dir: Path, cache: Path) -> None:
