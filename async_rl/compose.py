@@ -276,6 +276,8 @@ def _not_given(key: str, choices: Mapping[str, Any]) -> str:
 
 
 def _unknown_option(group: str, option: str, options: Iterable[str]) -> str:
+    group, _, rest = group.partition("/")  # Hydra takes a Hub name for an option of a group in the group
+    option = f"{rest}/{option}" if rest else option
     shown = ", ".join(sorted(options))
     close = nearest(option, options)
     message = f"{group}={option}: there is no {group} {option!r}"

@@ -48,6 +48,10 @@ def test_mistakes_are_refused_with_exit_code_2_without_importing_anything_heavy(
     cases = {
         ("max_stalenes=4",): "did you mean max_staleness?",
         ("+recipe=gsm8",): "did you mean recipe=gsm8k?",
+        (
+            "model=Qwen/Qwen2.5-7B",
+        ): "model=Qwen/Qwen2.5-7B: there is no model 'Qwen/Qwen2.5-7B'; available: by_hardware, "
+        "qwen2_5_0_5b, smollm2, tiny. A model of your own: model.name_or_path=path/or/name",
         ("batch_size=0",): "batch_size: 0 is not possible; give a number >= 1",
         ("batch_size=abc",): "a whole number",
         ("max_staleness=0", "admit_ahead=1"): "admit_ahead: 1 has no effect",

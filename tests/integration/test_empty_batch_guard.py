@@ -27,6 +27,19 @@ def test_equal_rewards_end_the_run_after_so_many_batches_worth_of_groups(tiny_mo
     assert 6 <= ended["filtered"] < 60  # at once, give or take what was in flight
 
 
+def test_equal_rewards_that_are_trained_get_one_warning(tiny_model_dir, tmp_path, caplog):
+    trainer = make_trainer(tmp_path / "a", max_steps=5, callbacks=[EmptyBatchGuard(3)])
+    trainer.fit(make_policy(tiny_model_dir), datamodule=make_data(AlwaysRight()))
+    assert (trainer.end.exit_code, trainer.global_step) == (0, 5)
+    (said,) = [r.getMessage() for r in caplog.records if "without an advantage" in r.getMessage()]
+    assert said.startswith("3 batches in a row")
+    assert "(rewards seen: 1)" in said
+    caplog.clear()
+    trainer = make_trainer(tmp_path / "b", max_steps=5, callbacks=[EmptyBatchGuard(3)])
+    trainer.fit(make_policy(tiny_model_dir), datamodule=make_data())
+    assert "without an advantage" not in caplog.text
+
+
 def test_groups_that_rarely_differ_are_no_reason_to_stop(tiny_model_dir, tmp_path):
     class Rare(Arithmetic):
         numbers = itertools.count()
