@@ -425,8 +425,7 @@ def test_a_signal_to_the_whole_process_group_is_left_to_the_trainer(served: Serv
     asyncio.run(run())
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_a_signal_to_the_whole_process_group_while_it_starts_is_left_to_the_trainer(model_dir, number, capfd):
+def test_signals_to_the_whole_process_group_while_it_starts_are_left_to_the_trainer(model_dir: Path, capfd):
     engine, before = VLLMEngine(str(model_dir), name="vllm-early"), set(multiprocessing.active_children())
 
     async def run() -> None:
@@ -434,7 +433,8 @@ def test_a_signal_to_the_whole_process_group_while_it_starts_is_left_to_the_trai
         try:
             while not (born := set(multiprocessing.active_children()) - before):
                 await asyncio.sleep(0.01)
-            os.kill(next(iter(born)).pid, number)  # it imports, and knows nothing of us yet
+            for number in (signal.SIGINT, signal.SIGTERM):  # it imports, and knows nothing of us yet
+                os.kill(next(iter(born)).pid, number)
             await starting
         finally:
             await engine.close()
