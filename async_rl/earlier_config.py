@@ -285,3 +285,10 @@ def _inside(key: str, section: str) -> bool:
 
 def _shown(value: Any) -> str:
     return "nothing" if value is _MISSING else "null" if value is None else str(value)
+
+
+def keep(run_dir: Path, key: str, value: str) -> None:
+    """Write what was found out into the saved config, so that a resume goes on with it."""
+    saved = OmegaConf.load(run_dir / CONFIG)
+    OmegaConf.update(saved, key, value)
+    OmegaConf.save(saved, run_dir / CONFIG)

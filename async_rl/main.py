@@ -23,7 +23,7 @@ from omegaconf.errors import OmegaConfBaseException
 from async_rl import compose
 from async_rl.config import Component, ConfigError, RunConfig, optimizer_extras
 from async_rl.console import messages, print_error
-from async_rl.earlier_config import CONFIG, continued, earlier_choices
+from async_rl.earlier_config import CONFIG, continued, earlier_choices, keep
 from async_rl.hub import SourceNotFoundError
 from async_rl.resume_rules import DATABASE
 from async_rl.run_end import EXIT_CONFIG, EXIT_ERROR, EXIT_FINISHED, EXIT_INTERRUPTED, RunInterrupted
@@ -159,7 +159,7 @@ def build(
     precision: Any = resolve_precision(config.hardware.precision, config.hardware.accelerator)
     if precision != config.hardware.precision:
         config = replace(config, hardware=replace(config.hardware, precision=precision))
-        _keep(Path(config.run_dir) / CONFIG, "hardware.precision", precision)
+        keep(Path(config.run_dir), "hardware.precision", precision)
     model = resolve_model(config.model.name_or_path, config.model.revision)
     environment = None  # a replay needs none, but for the model it starts with
     if config.replay is None or config.model.warm_up is not None:
@@ -173,13 +173,6 @@ def build(
     if config.replay is None:
         datamodule = _build_datamodule(config, environment, str(model.path))
     return _build_trainer(config, record), _build_policy(config, model), datamodule
-
-
-def _keep(config_file: Path, key: str, value: str) -> None:
-    """Write what was found out into the saved config, so that a resume goes on with it."""
-    saved = OmegaConf.load(config_file)
-    OmegaConf.update(saved, key, value)
-    OmegaConf.save(saved, config_file)
 
 
 def _warm_up(config: RunConfig, model: ResolvedModel, environment: Any) -> ResolvedModel:
