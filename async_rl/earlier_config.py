@@ -18,6 +18,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from async_rl.config import ConfigError, Problem, RunConfig, keys_of
+from async_rl.durable import durable_file
 from async_rl.resume_rules import MEANING, refusal
 
 CONFIG, RECORD = "config.yaml", "run.json"
@@ -163,6 +164,19 @@ def continued(config: DictConfig, overrides: Iterable[str], choices: Mapping[str
     return Continued(OmegaConf.create(merged), directory, before, tuple(given))
 
 
+def save(config: Any, run_dir: Path) -> None:
+    """Keep a run's settings, resolved: the new ones or, whatever happens, those that were there."""
+    with durable_file(run_dir / CONFIG) as file:
+        file.write(OmegaConf.to_yaml(config, resolve=True).encode())
+
+
+def keep(run_dir: Path, key: str, value: str) -> None:
+    """Write what was found out into the saved settings, so that a resume goes on with it."""
+    saved = OmegaConf.load(run_dir / CONFIG)
+    OmegaConf.update(saved, key, value)
+    save(saved, run_dir)
+
+
 def _earlier_run(config: Mapping[str, Any] | DictConfig) -> Path | None:
     """The run whose settings a config goes on with."""
     for wanted, name in ((config.get("resume") is True, config.get("run_dir")), (True, config.get("replay"))):
@@ -285,10 +299,3 @@ def _inside(key: str, section: str) -> bool:
 
 def _shown(value: Any) -> str:
     return "nothing" if value is _MISSING else "null" if value is None else str(value)
-
-
-def keep(run_dir: Path, key: str, value: str) -> None:
-    """Write what was found out into the saved config, so that a resume goes on with it."""
-    saved = OmegaConf.load(run_dir / CONFIG)
-    OmegaConf.update(saved, key, value)
-    OmegaConf.save(saved, run_dir / CONFIG)

@@ -23,7 +23,7 @@ from omegaconf.errors import OmegaConfBaseException
 from async_rl import compose
 from async_rl.config import Component, ConfigError, RunConfig, optimizer_extras
 from async_rl.console import messages, print_error
-from async_rl.earlier_config import CONFIG, continued, earlier_choices, keep
+from async_rl.earlier_config import CONFIG, continued, earlier_choices, keep, save
 from async_rl.hub import SourceNotFoundError
 from async_rl.resume_rules import DATABASE
 from async_rl.run_end import EXIT_CONFIG, EXIT_ERROR, EXIT_FINISHED, EXIT_INTERRUPTED, RunInterrupted
@@ -82,8 +82,8 @@ def _job(config: DictConfig, command: Sequence[str]) -> int:
         compose.report(str(error))
         return EXIT_CONFIG
     config_file = Path(checked.run_dir) / CONFIG
-    before = config_file.read_bytes() if config_file.exists() else None
-    OmegaConf.save(settings.config, config_file, resolve=True)
+    before = config_file.read_text() if config_file.exists() else None
+    save(settings.config, Path(checked.run_dir))
     record = RunRecord(
         Path(checked.run_dir), compose.recipe_name(choices), checked.seed, compose.resolved_choices(choices), command
     )
@@ -103,7 +103,7 @@ def _job(config: DictConfig, command: Sequence[str]) -> int:
     finally:
         record.finish(reason, code)
         if code == EXIT_CONFIG and before is not None:
-            config_file.write_bytes(before)  # the refused one must not be what the next resume goes on with
+            save(OmegaConf.create(before), Path(checked.run_dir))  # the next resume must not go on with the refused one
         lock.release()
     if code == EXIT_INTERRUPTED and sweep:
         raise SystemExit(code)  # the rest of the sweep is not wanted either

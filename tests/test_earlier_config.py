@@ -9,6 +9,7 @@ from hydra.core.global_hydra import GlobalHydra
 from omegaconf import OmegaConf
 
 from async_rl import main
+from async_rl.earlier_config import keep
 
 FIRST = (
     *("+recipe=gsm8k", "hardware=cpu", "model=tiny", "environment=arithmetic", "environment.digits=2"),
@@ -183,3 +184,13 @@ def test_a_sweep_over_a_replay_gives_each_job_the_settings_of_the_run(command, t
     assert [c.optimizer["lr"] for c in trained] == [1e-3, 1e-2]
     assert {c.batch_size for c in trained} == {recorded.batch_size}
     assert [c.run_dir for c in trained] == ["sweep/0", "sweep/1"]
+
+
+def test_saved_settings_are_never_half_there(first, tmp_path):
+    """Renamed, not written over: a process killed meanwhile leaves the ones that were there."""
+    path = tmp_path / "x" / "config.yaml"
+    text = path.read_text()
+    with path.open() as before:
+        keep(tmp_path / "x", "hardware.precision", "32-true")
+        assert before.read() == text
+    assert OmegaConf.load(path).hardware.precision == "32-true"
