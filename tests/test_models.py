@@ -5,7 +5,6 @@ from __future__ import annotations
 import http.server
 import subprocess
 import threading
-import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -143,10 +142,8 @@ def test_without_network_one_message_names_every_place_and_the_local_path_option
 
     monkeypatch.setattr(hub, "reachable", lambda: False)
     monkeypatch.setattr(subprocess, "run", no_index)
-    began_s = time.monotonic()
     with pytest.raises(hub.SourceNotFoundError) as error:
         resolve_model(models.SMOLLM2)
-    assert time.monotonic() - began_s < 5
     message = str(error.value)
     for part in (models.SMOLLM2, "cache: not there", "the Hub: ", "ERROR: no connection", "model.name_or_path=path/to"):
         assert part in message
@@ -199,7 +196,7 @@ def endpoint(monkeypatch):
         class Handler(http.server.BaseHTTPRequestHandler):
             def do_HEAD(self) -> None:
                 if status is None:
-                    silence.wait(10)
+                    silence.wait(600)
                 else:
                     self.send_response(status)
                     self.end_headers()
@@ -211,7 +208,7 @@ def endpoint(monkeypatch):
         threading.Thread(target=server.serve_forever, daemon=True).start()
         monkeypatch.setattr(constants, "ENDPOINT", f"http://127.0.0.1:{server.server_port}")
         try:
-            return hub.reachable(timeout_s=0.3 if status is None else 5.0)
+            return hub.reachable(timeout_s=0.3 if status is None else 60.0)
         finally:
             silence.set()
             server.shutdown()
@@ -223,16 +220,13 @@ def endpoint(monkeypatch):
 
 @pytest.mark.parametrize(("status", "expected"), [(200, True), (401, True), (503, False), (None, False)])
 def test_the_hub_is_reachable_if_it_answers_in_time(endpoint, status, expected):
-    began_s = time.monotonic()
     assert endpoint(status) is expected
-    assert time.monotonic() - began_s < 3
 
 
 def test_the_hub_is_asked_once_and_a_late_answer_changes_nothing(endpoint):
     assert endpoint(None) is False
-    began_s = time.monotonic()
     assert hub.reachable() is False
-    assert time.monotonic() - began_s < 0.1
+    assert hub._ask.cache_info().misses == 1
 
 
 def test_offline_means_not_reachable_without_asking(monkeypatch):

@@ -91,7 +91,7 @@ def scored(draw):
     return sequences
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(scored(), st.integers(1, 60), st.booleans(), st.sampled_from([2.0, 20.0, 1e9]))
 def test_every_token_is_predicted_from_its_own_past(sequences, budget, share, attention_width):
     expected = {

@@ -53,9 +53,9 @@ def test_the_second_leaves_its_reason_and_exits(exits, capfd):
 def test_a_reason_that_can_not_be_left_holds_up_nothing(exits):
     stuck = threading.Event()
     began_s = time.monotonic()
-    signals(signal.SIGINT, signal.SIGINT, before_exit=lambda *_: stuck.wait(60))
+    signals(signal.SIGINT, signal.SIGINT, before_exit=lambda *_: stuck.wait(600))
     assert exits == [130]
-    assert time.monotonic() - began_s < 5
+    assert time.monotonic() - began_s < 60
     stuck.set()
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import threading
-import time
 
 import pytest
 
@@ -21,7 +20,7 @@ class NeverUp(ClientEngine):
     async def _open(self):
         self.opening.set()
         try:
-            await asyncio.sleep(60)
+            await asyncio.sleep(600)
         finally:
             self.given_up.set()
 
@@ -37,12 +36,11 @@ def test_closing_it_gives_its_start_up_and_waits_for_that():
 
     thread = threading.Thread(target=start)
     thread.start()
-    assert engine.opening.wait(5)
-    began_s = time.monotonic()
+    assert engine.opening.wait(60)
     asyncio.run(engine.close())  # from another loop, as at the end of a run
     assert engine.given_up.is_set()
-    thread.join(5)
-    assert time.monotonic() - began_s < 2
+    thread.join(60)
+    assert not thread.is_alive()
     assert [type(error) for error in raised] == [asyncio.CancelledError]
 
 

@@ -14,6 +14,7 @@ from server_kit import FACTS, PATIENCE_S, FakeServer, request, source, wait_for_
 from async_rl.engines.base import EngineDiedError, EngineError
 from async_rl.engines.vllm_server import VLLMServerEngine, vllm_servers
 from async_rl.engines.vllm_server_address import KEY_VARIABLE
+from async_rl.engines.vllm_server_core import ANSWER_TIMEOUT_S
 
 
 @pytest.fixture
@@ -151,10 +152,8 @@ def test_a_killed_server_is_a_death_at_once_and_is_found_again(server: FakeServe
     async def run():
         running = [asyncio.ensure_future(engine.generate(request())) for _ in range(3)]
         await asyncio.to_thread(server.started.acquire, timeout=PATIENCE_S)
-        killed_s = time.monotonic()
         await asyncio.to_thread(server.kill)
-        results = await asyncio.gather(*running, return_exceptions=True)
-        assert time.monotonic() - killed_s < 2
+        results = await asyncio.wait_for(asyncio.gather(*running, return_exceptions=True), ANSWER_TIMEOUT_S / 2)
         assert all(isinstance(r, EngineDiedError) for r in results)
         assert isinstance(engine.died, EngineDiedError)
         assert "served version 0" in str(engine.died)
@@ -290,7 +289,7 @@ def test_the_first_start_waits_for_the_server_and_later_ones_do_not(server: Fake
     began_s = time.monotonic()
     with pytest.raises(EngineError, match="can't be reached"):
         asyncio.run(engine.start())
-    assert time.monotonic() - began_s < 1
+    assert time.monotonic() - began_s < PATIENCE_S / 2
     server.start()
 
 

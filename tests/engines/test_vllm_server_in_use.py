@@ -46,7 +46,7 @@ def test_a_second_run_is_refused_before_it_changes_anything(server: FakeServer, 
     newcomer, began_s = another(server), time.monotonic()
     with caplog.at_level("INFO", logger="async_rl"), pytest.raises(EngineError) as error:
         asyncio.run(newcomer.start())
-    assert 0.5 < time.monotonic() - began_s < 5  # two signs of life, not a whole lease
+    assert 0.5 < time.monotonic() - began_s < 15  # two signs of life, not a whole lease
     asyncio.run(newcomer.close())
     message = str(error.value)
     assert message.startswith(f"engine server-1: the server at {server.url} is in use by another run (")

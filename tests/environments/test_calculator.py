@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import statistics
-import time
 from typing import Any
 
 import pytest
@@ -77,9 +76,7 @@ def test_the_tool_calculates_and_refuses_everything_else(caplog: pytest.LogCaptu
     assert said("12*(3+4)") == "84"
     assert said("open('x','w')").startswith("Error: cannot read")
     assert said("1/0") == "Error: division by zero"
-    began_s = time.monotonic()
-    assert said("9**9**9").startswith("Error")
-    assert time.monotonic() - began_s < 1.0
+    assert said("9**9**9") == "Error: the exponent must be a whole number and the result have at most 77 digits"
     assert not caplog.records  # the model's mistakes are no news
 
 

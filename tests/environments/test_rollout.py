@@ -200,16 +200,15 @@ def test_an_exception_of_the_environment_comes_out_as_it_is(tokenizer: Any) -> N
 
 
 def test_a_blocking_reward_does_not_hold_up_other_rollouts(tokenizer: Any) -> None:
-    """CASES 5: eight rewards that block for 0.3 s each, on one event loop, take about as long as one."""
-    rollout = make_rollout({"e": Question(lambda p, c: time.sleep(0.3) or 1.0)}, tokenizer, SamplingParams())
+    """CASES 5: eight rewards on one event loop, each of which blocks until all of them do."""
+    together = threading.Barrier(8, timeout=60)
+    rollout = make_rollout({"e": Question(lambda p, c: float(together.wait() < 8))}, tokenizer, SamplingParams())
     engine = answer_engine(tokenizer)
 
-    async def go() -> float:
-        started = time.monotonic()
-        await asyncio.gather(*(rollout(task(sample_index=i), engine) for i in range(8)))
-        return time.monotonic() - started
+    async def go() -> list[Trajectory]:
+        return await asyncio.gather(*(rollout(task(sample_index=i), engine) for i in range(8)))
 
-    assert asyncio.run(go()) < 1.5
+    assert [t.reward for t in asyncio.run(go())] == [1.0] * 8
     assert len({r.request_id for r in engine.requests}) == 8
 
 
@@ -279,7 +278,7 @@ def test_a_hanging_reward_does_not_keep_the_interpreter_alive() -> None:
                 print("gave up")
         asyncio.run(main())
     """
-    done = subprocess.run([sys.executable, "-c", textwrap.dedent(script)], timeout=30, capture_output=True, text=True)
+    done = subprocess.run([sys.executable, "-c", textwrap.dedent(script)], timeout=120, capture_output=True, text=True)
     assert (done.returncode, done.stdout) == (0, "gave up\n"), done.stderr
 
 
@@ -288,5 +287,5 @@ def test_importing_environments_is_cheap() -> None:
         "import sys, async_rl.environments; "
         "print(sorted({'torch', 'transformers', 'vllm', 'pyarrow', 'lightning'} & set(sys.modules)))"
     )
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=30)
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120)
     assert done.stdout == "[]\n", done.stderr

@@ -61,7 +61,7 @@ def test_a_part_may_have_parts_and_negative_weights_subtract() -> None:
 
 
 def test_blocking_parts_run_side_by_side() -> None:
-    barrier = threading.Barrier(3, timeout=10)
+    barrier = threading.Barrier(3, timeout=60)
     rubric = Rubric({name: lambda p, c: float(barrier.wait() >= 0) for name in "abc"})
     assert score(rubric).value == 3.0
 

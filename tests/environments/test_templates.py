@@ -144,7 +144,7 @@ def test_tool_results_and_system_messages_in_between(family: Family) -> None:
     assert chat.token_ids == encode(tokenizer, whole + "two" + family.end)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(
     name=st.sampled_from(["chatml", "qwen2.5", "qwen3", "llama3", "gemma", "mistral"]),
     turns=st.lists(

@@ -122,7 +122,7 @@ def test_no_call_is_an_answer_and_the_counts_are_there() -> None:
 
 
 def test_several_calls_of_a_turn_run_at_the_same_time_with_results_in_order() -> None:
-    barrier = threading.Barrier(3, timeout=5)
+    barrier = threading.Barrier(3, timeout=60)
 
     def slow(i: int) -> str:
         """Waits for the others.
@@ -215,13 +215,13 @@ def test_a_bad_call_is_told_to_the_model(turn: str, told: str) -> None:
 
 async def sleepy_async() -> str:
     """Sleeps."""
-    await asyncio.sleep(30)
+    await asyncio.sleep(600)
     return "late"
 
 
 def sleepy() -> str:
     """Sleeps."""
-    time.sleep(0.5)
+    time.sleep(600)
     return "late"
 
 
@@ -233,9 +233,7 @@ def impatient() -> str:
 @pytest.mark.parametrize("tool", [sleepy, sleepy_async])
 def test_a_tool_over_its_deadline_is_told_to_the_model(tool: Any) -> None:
     model = Model(call(tool.__name__), "42")
-    began_s = time.monotonic()
     trajectory = model.run(Products(tool, tool_timeout_s=0.05))
-    assert time.monotonic() - began_s < 0.45
     assert counts(trajectory) == (1, 0, 1)
     assert results_of(model.shown(1)) == [f"Error: {tool.__name__} took more than 0.05 s"]
 
@@ -246,21 +244,26 @@ def test_a_tools_own_time_out_is_an_error() -> None:
 
 def test_a_blocking_tool_leaves_other_rollouts_their_pace() -> None:
     """CASES 5."""
-    model = Model(call("sleepy"), "42")
-    ticks = []
+    model = Model(call("blocks"), "42")
+    began, go_on = threading.Event(), threading.Event()
+
+    def blocks() -> str:
+        """Blocks."""
+        began.set()
+        return "went on" if go_on.wait(60) else "held up the loop that would have let it go on"
 
     async def go() -> None:
-        rollout = make_rollout({"e": Products(sleepy, tool_timeout_s=5)}, model.tokenizer, SamplingParams())
+        rollout = make_rollout({"e": Products(blocks, tool_timeout_s=120)}, model.tokenizer, SamplingParams())
         task = asyncio.ensure_future(
             rollout(RolloutTask(0, Prompt("e/0/0", "e", {"a": 6, "b": 7}), 0, 0, 1), model.engine)
         )
-        while not task.done():
-            began_s = time.monotonic()
+        while not began.is_set():
             await asyncio.sleep(0.001)
-            ticks.append(time.monotonic() - began_s)
+        go_on.set()
+        await task
 
     asyncio.run(go())
-    assert max(ticks) < 0.3
+    assert results_of(model.shown(1)) == ["went on"]
 
 
 def test_the_deadline_of_the_attempt_ends_a_hanging_tool() -> None:

@@ -96,7 +96,7 @@ def test_calls_errors_deadlines_and_crashes() -> None:
         began_s = time.monotonic()
         with pytest.raises(RewardTimeoutError, match=r"took more than 0\.5 s"):
             worker.call(kind)
-        assert time.monotonic() - began_s < 1.5
+        assert time.monotonic() - began_s < 30
         assert not alive(child)
     last = worker.call("pid")
     del worker

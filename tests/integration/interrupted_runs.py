@@ -104,7 +104,7 @@ LAST = {"slow": "eval", "trainer": {"evaluate_at": "ends", "max_steps": 2}}
 CASES = {
     "waiting, SIGINT": Case((SIGINT,)),
     "waiting, SIGTERM": Case((SIGTERM,)),
-    "waiting, SIGINT twice": Case((SIGINT, SIGINT), engine=SlowToClose),
+    "waiting, SIGINT twice": Case((SIGINT, SIGINT), engine=SlowToClose, trainer={"shutdown_timeout_s": 600.0}),
     "engine does not close": Case((SIGTERM,), engine=SlowToClose),
     "first evaluation, SIGINT": Case((SIGINT,), **FIRST),
     "first evaluation, SIGTERM": Case((SIGTERM,), **FIRST),

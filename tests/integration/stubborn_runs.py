@@ -24,7 +24,7 @@ from async_rl.environments.base import Environment
 from async_rl.policy import PolicyModule
 from async_rl.trainer import AsyncRLTrainer
 
-TIMEOUT_S, SAVE_TIMEOUT_S = 8.0, 3.0
+TIMEOUT_S, LONG_TIMEOUT_S, SAVE_TIMEOUT_S = 8.0, 60.0, 3.0
 
 
 STUCK = threading.Event()  # from here on rollouts don't end
@@ -118,12 +118,13 @@ CASES = {
 
 def run(case, model_dir, run_dir):
     environment, engine, hang = CASES[case]
-    signal.alarm(60)  # a test that fails leaves nothing behind
+    signal.alarm(90)  # a test that fails leaves nothing behind
     logging.basicConfig(level=logging.WARNING, stream=sys.stderr, format="%(levelname)s %(message)s")
     trainer = AsyncRLTrainer(
         max_steps=9, max_staleness=2, run_dir=run_dir, evaluate_at="never", parity_check=False, logger=False,
         enable_progress_bar=False,
-        accelerator="cpu", callbacks=[Ends(hang)], shutdown_timeout_s=TIMEOUT_S, checkpoint_timeout_s=SAVE_TIMEOUT_S,
+        accelerator="cpu", callbacks=[Ends(hang)], checkpoint_timeout_s=SAVE_TIMEOUT_S,
+        shutdown_timeout_s=LONG_TIMEOUT_S if hang == "saving" else TIMEOUT_S,
     )  # fmt: skip
     if hang == "saving":
         trainer.strategy.checkpoint_io = HangsAtTheEnd()

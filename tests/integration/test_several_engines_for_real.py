@@ -79,8 +79,8 @@ class Server:
         """End it; its engine core must not outlive it."""
         children = psutil.Process(self.process.pid).children(recursive=True) if self.process.poll() is None else []
         self.process.send_signal(number)
-        self.process.wait(20)
-        _, alive = psutil.wait_procs(children, timeout=5)
+        self.process.wait(60)
+        _, alive = psutil.wait_procs(children, timeout=60)
         assert not alive
 
 

@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from stubborn_runs import CASES, SAVE_TIMEOUT_S, TIMEOUT_S
+from stubborn_runs import CASES, LONG_TIMEOUT_S, SAVE_TIMEOUT_S, TIMEOUT_S
 
 from async_rl.callbacks.checkpoint import latest_checkpoint
 
@@ -33,7 +33,7 @@ def runs(tiny_model_dir, tmp_path_factory):
 def test_every_run_ends_in_time_and_nothing_is_left_open(runs, case):
     place, code, seconds = runs[case]
     assert code in (1, 75), (place / "err").read_text()
-    assert seconds < TIMEOUT_S + 3.5  # the interpreter's own way out, on a busy machine
+    assert seconds < TIMEOUT_S + 20  # the interpreter's own way out, on a busy machine; what hangs does so for an hour
     with sqlite3.connect(place / "run" / "run.db") as db:
         (trained,) = db.execute("select count(*) from groups where outcome = 'trained'").fetchone()
     assert trained >= 4
@@ -74,4 +74,4 @@ def test_a_forced_shutdown_is_exit_code_1_and_says_what_would_not_stop(runs, cas
 
 def test_a_last_checkpoint_that_hangs_has_a_deadline_of_its_own(runs):
     _, _, seconds = runs["save hangs"]
-    assert SAVE_TIMEOUT_S < seconds < TIMEOUT_S
+    assert SAVE_TIMEOUT_S < seconds < LONG_TIMEOUT_S / 2

@@ -136,7 +136,7 @@ def test_a_failure_between_parts_leaves_no_gradient_and_no_half_trained_group(ti
                     seen.add(str(prompt))
             if str(prompt) in seen:
                 return super().reward(prompt, completion)
-            trained.wait(10)
+            trained.wait(60)
             raise KeyError("mine")
 
     seen, lock = set(), threading.Lock()  # the groups of the first two prompts are complete, the others fail

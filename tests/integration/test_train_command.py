@@ -97,8 +97,8 @@ def test_sigkill_leaves_no_engine_behind(tmp_path):
     engines = [pid for pid in children_of(process.pid) if b"EngineCore" in Path(f"/proc/{pid}/cmdline").read_bytes()]
     assert engines
     process.send_signal(signal.SIGKILL)
-    process.wait(timeout=10)
-    deadline_s = time.monotonic() + 10
+    process.wait(timeout=60)
+    deadline_s = time.monotonic() + 60
     while any(map(alive, engines)) and time.monotonic() < deadline_s:
         os.sched_yield()
     assert not any(map(alive, engines))

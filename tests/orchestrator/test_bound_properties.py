@@ -49,7 +49,7 @@ def worlds(draw, *, max_s=5, policy="wait", kill=False, data_ends=False, dying=F
 
 def examples(number: int):
     """Always the same ones, so that a red CI means a change and not luck."""
-    return settings(max_examples=number, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+    return settings(max_examples=number, derandomize=True, suppress_health_check=list(HealthCheck))
 
 
 # Under `wait` the loop asserts, after every event: age <= S, groups in the system <= (S + 1) * B, trajectories <= C and

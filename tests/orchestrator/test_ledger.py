@@ -147,7 +147,7 @@ def test_it_is_readable_while_the_run_goes_on(path):
     writer.start()
     try:
         write_kept(ledger, 0, 1)
-        assert ledger.record_batch(batch(3, 0, 1)).wait(10)
+        assert ledger.record_batch(batch(3, 0, 1)).wait(60)
         rows = sqlite3.connect(path).execute("SELECT group_id, prompt_id, head, outcome FROM groups").fetchall()
         assert rows == [(0, "toy/0/0", 3, None), (1, "toy/0/1", 3, None)]
         ledger.end_batch(batch(3, 0, 1), Outcome.TRAINED, "")
@@ -156,7 +156,7 @@ def test_it_is_readable_while_the_run_goes_on(path):
         assert ledger.take_seconds() == 0
     finally:
         ledger.close()
-        writer.join(5)
+        writer.join(60)
 
 
 def test_a_reader_sees_one_moment(path):
@@ -246,7 +246,7 @@ def test_a_batch_is_on_the_disk_before_it_is_trained_even_if_the_process_is_kill
         ledger = Ledger(sys.argv[1])
         threading.Thread(target=ledger.run, daemon=True).start()
         write_kept(ledger, 0, 1)
-        assert ledger.record_batch(batch(3, 1, 0)).wait(10)
+        assert ledger.record_batch(batch(3, 1, 0)).wait(60)
         os.kill(os.getpid(), signal.SIGKILL)
     """
     here = os.path.dirname(__file__)

@@ -117,20 +117,20 @@ def test_the_next_batch_never_waits_for_the_archive_and_other_rows_only_wait_to_
     writer.start()
     try:
         write_kept(ledger, 0, 1, 2)
-        assert ledger.record_batch(batch(3, 0)).wait(10)
+        assert ledger.record_batch(batch(3, 0)).wait(60)
         ledger.end_batch(batch(3, 0), Outcome.TRAINED, "")
         eventually(lambda: ledger.balance().ended == {"trained": 1})
         assert not archive.began.wait(0.05)  # the batch comes first
-        assert ledger.record_batch(batch(4, 1)).wait(10)
-        assert archive.began.wait(10)  # while it is trained
+        assert ledger.record_batch(batch(4, 1)).wait(60)
+        assert archive.began.wait(60)  # while it is trained
         ledger.end_batch(batch(4, 1), Outcome.TRAINED, "")
         archive.go.set()
-        assert ledger.record_batch(batch(5, 2)).wait(10)
+        assert ledger.record_batch(batch(5, 2)).wait(60)
         eventually(lambda: archive.path(2).is_file())
     finally:
         archive.go.set()
         ledger.close()
-        writer.join(5)
+        writer.join(60)
 
 
 def test_a_batch_that_waits_to_be_recorded_waits_for_one_file_at_most(path, archive):
@@ -338,7 +338,7 @@ def test_a_run_is_replayed_from_its_first_batch_whatever_holds_the_payload(path,
         assert path.read_bytes() == before
     finally:
         ledger.close()
-        writer.join(5)
+        writer.join(60)
 
 
 def test_a_record_without_a_trained_batch_or_with_a_gap_can_not_be_replayed(path, archive):

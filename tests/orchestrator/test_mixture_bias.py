@@ -58,7 +58,7 @@ def test_the_trained_mixture_is_the_admitted_one(staleness, law):
     fails=st.sampled_from([0.0, 0.2]),
     seed=st.integers(0, 10**6),
 )
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 def test_also_with_groups_that_are_filtered_or_fail(staleness, batch_size, weights, filtered, fails, seed):
     world = World(
         S=staleness,

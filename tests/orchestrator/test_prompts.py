@@ -28,7 +28,7 @@ def everything(stream):
     shuffle=st.booleans(),
     seed=st.integers(0, 2**40),
 )
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_each_prompt_comes_exactly_epochs_times(a, b, epochs, shuffle, seed):
     stream = PromptStream(rows(one=a, two=b), epochs=epochs, shuffle=shuffle, seed=seed)
     prompts = everything(stream)
@@ -102,7 +102,7 @@ WEIGHTS = st.dictionaries(st.sampled_from("abcd"), st.integers(1, 50) | st.float
 
 
 @given(weights=WEIGHTS, shuffle=st.booleans(), seed=st.integers(0, 2**40), length=st.integers(1, 2000))
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_every_environment_gets_its_share_from_the_first_block_on(weights, shuffle, seed, length):
     mixture = Mixture(weights, shuffle=shuffle, seed=seed)
     places = [mixture.at(i) for i in range(length)]
@@ -117,7 +117,7 @@ def test_every_environment_gets_its_share_from_the_first_block_on(weights, shuff
 @given(
     weights=WEIGHTS, shuffle=st.booleans(), seed=st.integers(0, 2**40), at=st.lists(st.integers(0, 3000), max_size=20)
 )
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_a_mixture_resumed_at_any_position_goes_on_with_the_same_prompts(weights, shuffle, seed, at):
     data = rows(**{name: 3 + 7 * i for i, name in enumerate(weights)})
     stream = PromptStream(data, epochs=None, shuffle=shuffle, seed=seed, mixture=weights)
