@@ -84,14 +84,19 @@ class _File:
 
 
 def flaw(path: Path) -> str:
-    """What is wrong with a checkpoint file: cut short, or bytes changed; empty where nothing is.
+    """What is wrong with a checkpoint file, for people: "it is cut short", or bytes changed; empty where nothing is.
 
     Reads the whole file and compares the checksums that ``torch.save`` wrote, two gigabytes per second where the
     disk gives them.
     """
     try:
-        with zipfile.ZipFile(path) as archive:
-            damaged = archive.testzip()
+        if path.stat().st_size == 0:
+            return "it is empty"
+        with path.open("rb") as file:
+            if not zipfile.is_zipfile(file):  # what makes it one comes last in the file
+                return "it is cut short"
+            with zipfile.ZipFile(file) as archive:
+                damaged = archive.testzip()
     except Exception as error:  # a damaged archive makes the reader fail in many ways
-        return str(error) or type(error).__name__
-    return f"{damaged} is damaged" if damaged else ""
+        return f"it can't be read ({str(error) or type(error).__name__})"
+    return f"bytes of it have changed (in {damaged})" if damaged else ""

@@ -47,11 +47,16 @@ def version_in(checkpoint: str | os.PathLike[str] | None) -> int:
 
 def latest_checkpoint(directory: Path) -> Path | None:
     """The newest complete checkpoint, if there is one; those cut short or damaged are skipped with a warning."""
+    skipped, found = [], None
     for path in reversed(checkpoints(directory)):
         if not (why := flaw(path)):
-            return path
-        log.warning("checkpoint %s can't be used (%s); trying the one before", path, why)
-    return None
+            found = path
+            break
+        skipped.append((path, why))
+    instead = f"{found.name} instead" if found else "version 0 instead, as no other can be used"
+    for path, why in skipped:
+        log.warning("checkpoint %s is skipped, for %s: going on from %s", path, why, instead)
+    return found
 
 
 class RunCheckpoint(Checkpoint):

@@ -28,7 +28,9 @@ def test_latest_is_the_newest_complete_one(tmp_path, caplog):
     torn = make(tmp_path, 12, complete=False)
     (tmp_path / "version-000014.ckpt.tmp").write_bytes(b"")
     assert latest_checkpoint(tmp_path) == good
-    assert torn.name in caplog.text
+    assert [r.getMessage() for r in caplog.records] == [
+        f"checkpoint {torn} is skipped, for it is cut short: going on from {good.name} instead"
+    ]
 
 
 def test_order_is_by_version_not_by_name(tmp_path):
@@ -41,9 +43,14 @@ def test_order_is_by_version_not_by_name(tmp_path):
     ]
 
 
-def test_without_a_complete_checkpoint_there_is_none(tmp_path):
-    make(tmp_path, 2, complete=False)
+def test_without_a_complete_checkpoint_there_is_none(tmp_path, caplog):
+    torn, empty = make(tmp_path, 2, complete=False), tmp_path / "version-000004.ckpt"
+    empty.touch()
     assert latest_checkpoint(tmp_path) is None
+    assert [r.getMessage() for r in caplog.records] == [
+        f"checkpoint {empty} is skipped, for it is empty: going on from version 0 instead, as no other can be used",
+        f"checkpoint {torn} is skipped, for it is cut short: going on from version 0 instead, as no other can be used",
+    ]
 
 
 @pytest.mark.parametrize("bad", [{"every": -1}, {"keep_last": 0}, {"every_s": 0.0}, {"timeout_s": 0}])
@@ -91,7 +98,8 @@ def test_bytes_changed_in_the_middle_are_noticed(tmp_path, caplog):
     content[len(content) // 2] ^= 1
     newest.write_bytes(content)
     assert latest_checkpoint(tmp_path).name == "version-000002.ckpt"
-    assert "is damaged" in caplog.text
+    assert "version-000004.ckpt is skipped, for bytes of it have changed (in " in caplog.text
+    assert "): going on from version-000002.ckpt instead" in caplog.text
 
 
 def test_the_oldest_goes_when_a_new_one_is_complete(tmp_path):
