@@ -48,8 +48,11 @@ def recorded(
             yield
         finally:
             trainer.shutdown.before_exit.remove(record.finish)
-            summaries = [c for c in trainer.callbacks if isinstance(c, RunSummary)]  # type: ignore[attr-defined]
-            record.add_results(trainer.evaluations, summaries[0].figures if summaries else {})
+            if trainer.nothing_to_train:
+                record.keep_results(trainer.start_version)
+            else:
+                summaries = [c for c in trainer.callbacks if isinstance(c, RunSummary)]  # type: ignore[attr-defined]
+                record.add_results(trainer.evaluations, summaries[0].figures if summaries else {})
             record.finish(trainer.end.reason, trainer.end.exit_code)
 
 

@@ -170,6 +170,15 @@ class RunRecord:
         self._content["summary"] = dict(summary)
         self._write()
 
+    def keep_results(self, version: int) -> None:
+        """Nothing was trained: the results of the process that brought the run to ``version`` stay those of the run."""
+        for before in reversed(self._content["earlier"]):
+            if (
+                before.get("summary", {}).get("version") == version
+            ):  # else it was killed, and those are of an older version
+                self.add_results(before.get("evaluations", []), before["summary"])
+                return
+
     def finish(self, reason: str, exit_code: int) -> None:
         """Write down how the run ended; where that is impossible, a warning says so."""
         self._content |= {"ended": _now(), "exit_reason": reason, "exit_code": exit_code}

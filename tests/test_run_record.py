@@ -27,3 +27,20 @@ def test_a_process_that_was_killed_is_called_so_by_the_one_that_goes_on(tmp_path
     record(tmp_path).finish("max_steps=2 reached", 0)
     record(tmp_path)
     assert [e["exit_reason"] for e in read(tmp_path)["earlier"]] == ["killed", "max_steps=2 reached"]
+
+
+def test_a_process_that_trains_nothing_leaves_the_results_of_the_one_that_did(tmp_path):
+    first = record(tmp_path)
+    first.add_results([{"version": 4, "reward": 0.5}], {"steps": 4, "version": 4})
+    first.finish("max_steps=4 reached", 0)
+    record(tmp_path)  # killed before it came to anything
+    for _ in range(2):
+        last = record(tmp_path)
+        last.keep_results(4)
+        last.finish("nothing to train", 0)
+        now = read(tmp_path)
+        assert (now["evaluations"], now["summary"]) == (
+            [{"version": 4, "reward": 0.5}], {"steps": 4, "version": 4}
+        )  # fmt: skip
+    record(tmp_path).keep_results(6)  # who came to version 6 could not say what it found
+    assert (read(tmp_path)["evaluations"], read(tmp_path)["summary"]) == ([], {})

@@ -279,6 +279,7 @@ class NoStart(ScriptedEngine):
 def test_resuming_a_finished_run_says_so_and_starts_no_engine(tiny_model_dir, tmp_path, caplog, capsys, max_steps):
     first = make_policy(tiny_model_dir)
     make_trainer(tmp_path, max_steps=2).fit(first, datamodule=make_data())
+    summary = json.loads((tmp_path / "run.json").read_text())["summary"]
     policy = make_policy(tiny_model_dir)
     trainer = make_trainer(tmp_path, max_steps=max_steps, resume=True, callbacks=[RunProgress()])
     trainer.fit(policy, datamodule=make_data(with_engine=NoStart(output)))
@@ -287,6 +288,7 @@ def test_resuming_a_finished_run_says_so_and_starts_no_engine(tiny_model_dir, tm
     assert trainer.end.reason.startswith("nothing to train")
     assert all(torch.equal(a, b) for a, b in zip(first.parameters(), policy.parameters(), strict=True))
     assert "starting the engine" not in capsys.readouterr().out
+    assert json.loads((tmp_path / "run.json").read_text())["summary"] == summary != {}
 
 
 def test_resuming_a_run_whose_prompts_are_used_up_starts_no_engine(tiny_model_dir, tmp_path, caplog):
