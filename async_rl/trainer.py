@@ -220,8 +220,6 @@ class AsyncRLTrainer(pl.Trainer):
         with recorded(self, model, data):
             if ckpt_path is None and self.resume:
                 ckpt_path = latest_checkpoint(self.run_dir / "checkpoints")
-            if ckpt_path is not None or self.resume:
-                log.info("going on from %s", ckpt_path or "version 0: the run has no checkpoint yet")
             self.start_version, self.nothing_to_train = version_in(ckpt_path), ""
             self._fit(model, data, ckpt_path)
         if self._signals.received and self.end.exit_code != EXIT_FINISHED:

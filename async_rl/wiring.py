@@ -19,7 +19,7 @@ from async_rl.orchestrator.gate import CapacityGate
 from async_rl.orchestrator.ledger import Ledger
 from async_rl.orchestrator.orchestrator import Orchestrator
 from async_rl.orchestrator.records import Recovery
-from async_rl.orchestrator.recovery import within_bound
+from async_rl.orchestrator.recovery import described, within_bound
 from async_rl.orchestrator.settings import ForwardBackwardBatch, OrchestratorSettings
 from async_rl.record_bounds import RecordedBounds
 from async_rl.resume_rules import DATABASE, refusal
@@ -297,7 +297,12 @@ def open_session(trainer: AsyncRLTrainer, policy: PolicyModule, data: RolloutDat
     archive.remove_partial()
     ledger = Ledger(trainer.run_dir / DATABASE, archive)
     settings = orchestrator_settings(trainer, policy, data)
-    recovered = _recover(ledger, version, settings) if trainer.resume or version else None
+    recovered = None
+    if trainer.resume or version:
+        recovered = _recover(ledger, version, settings)
+        log.info(
+            "going on from version %d (%s): %s", version, trainer.ckpt_path or "no checkpoint", described(recovered)
+        )
     bounds = RecordedBounds.from_meta(ledger.meta())
     ledger.set_meta(bounds.changed(version, trainer.staleness.max_staleness, settings.stale_policy).to_meta())
     orchestrator = Orchestrator(

@@ -1,4 +1,4 @@
-"""within_bound: fits what an earlier process left to the bound and the group size of the run that goes on with it."""
+"""What an earlier process left: fitted to the bound and group size of the run that goes on with it, and described."""
 
 from __future__ import annotations
 
@@ -67,6 +67,26 @@ def within_bound(
         unfinished=tuple(sorted(unfinished.items())),
     )
     return Recovered(recovery, tuple(sorted(again)), withdrawn)
+
+
+def described(recovery: Recovery) -> str:
+    """What is trained again, reused and generated again, in numbers, for people."""
+    batches, kept, unfinished = len(recovery.batches), len(recovery.kept), len(recovery.unfinished)
+    parts = []
+    if batches:
+        parts.append(f"{_counted(batches, 'recorded batch', 'es')} trained again from the record")
+    if kept:
+        parts.append(f"{_counted(kept, 'finished group')} reused")
+    if unfinished:
+        landed = sum(len(landed) for _, landed in recovery.unfinished)
+        whose = "its" if unfinished == 1 else "their"
+        but = f" but for {whose} {landed} finished rollout{'s' * (landed > 1)}" if landed else ""
+        parts.append(f"{_counted(unfinished, 'unfinished group')} generated again{but}")
+    return ", ".join(parts) or "nothing recorded waits to be trained"
+
+
+def _counted(number: int, what: str, plural: str = "s") -> str:
+    return f"{number} {what} is" if number == 1 else f"{number} {what}{plural} are"
 
 
 def _first_too_old(recovery: Recovery, max_staleness: int) -> int | None:

@@ -87,7 +87,9 @@ def test_resume_goes_on_at_the_checkpoint_and_generates_nothing_twice(tiny_model
     assert len(set(prompts)) == len(prompts) == 10
 
 
-def test_a_run_that_died_before_its_first_checkpoint_is_trained_from_its_record(tiny_model_dir, tmp_path):
+def test_a_run_that_died_before_its_first_checkpoint_is_trained_from_its_record(tiny_model_dir, tmp_path, caplog):
+    caplog.set_level("INFO", logger="async_rl")
+
     class Die(RLCallback):
         def on_train_batch_end(self, trainer, policy, outputs, batch, batch_idx):
             if trainer.global_step == 2:
@@ -107,6 +109,11 @@ def test_a_run_that_died_before_its_first_checkpoint_is_trained_from_its_record(
     trainer.fit(make_policy(tiny_model_dir), datamodule=make_data())
     assert trainer.global_step == 4
     assert again[: len(recorded)] == recorded  # the same batches, in order, from the record
+    told = [r.getMessage() for r in caplog.records if "going on from" in r.getMessage()]
+    assert len(told) == 1
+    assert told[0].startswith(
+        "going on from version 0 (no checkpoint): 2 recorded batches are trained again from the record"
+    )
     assert outcomes(tmp_path) == {"trained": 8}
 
 

@@ -4,7 +4,7 @@ import pytest
 from loop_kit import ByHand, running
 
 from async_rl.orchestrator.records import Recovery
-from async_rl.orchestrator.recovery import within_bound
+from async_rl.orchestrator.recovery import described, within_bound
 from async_rl.types import Group, Prompt, Segment, Trajectory
 
 
@@ -72,6 +72,28 @@ def test_recorded_batches_go_again_up_to_the_first_that_is_too_old_and_its_group
     # 2 is too old for version 11; 4, 5, 6 and 8 were sampled by versions that are no more.
     assert reissued == (2, 4, 5, 6, 8)
     assert [g.id for g in fitted.kept] == [3, 7]
+
+
+@pytest.mark.parametrize(
+    ("recovery", "told"),
+    [
+        (of(), "nothing recorded waits to be trained"),
+        (
+            of(batches=[[group(0, 8)], [group(1, 9)]], kept=[group(2, 10)], unfinished=[(3, {}), (4, {})]),
+            "2 recorded batches are trained again from the record, 1 finished group is reused, "
+            "2 unfinished groups are generated again",
+        ),
+        (
+            of(batches=[[group(0, 8)]], unfinished=[(3, {0: trajectory(9), 2: trajectory(10)})]),
+            "1 recorded batch is trained again from the record, "
+            "1 unfinished group is generated again but for its 2 finished rollouts",
+        ),
+        (of(unfinished=[(3, {0: trajectory(9)}), (4, {})]), "2 unfinished groups are generated again but for their 1 "
+         "finished rollout"),
+    ],
+)  # fmt: skip
+def test_what_is_gone_on_with_is_told_in_numbers(recovery, told):
+    assert described(recovery) == told
 
 
 def test_samples_beyond_the_group_size_are_not_gone_on_with():
