@@ -26,6 +26,7 @@ from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 from async_rl.config import ConfigError, Problem, RunConfig, keys_help, known_keys
 from async_rl.config_check import nearest, parse
 from async_rl.config_engine import missing_key_hint
+from async_rl.config_paths import check_paths
 from async_rl.console import first_line
 from async_rl.earlier_config import Continued
 from async_rl.engines.vllm_server_address import without_secret
@@ -137,6 +138,7 @@ def check(config: DictConfig, overrides: Iterable[str], choices: Mapping[str, An
     try:
         parsed = parse(plain)  # type: ignore[arg-type]
         check_targets(parsed)
+        check_paths(parsed)
     except ConfigError as error:
         where = Origins(list(overrides), choices, plain)  # type: ignore[arg-type]
         problems = [

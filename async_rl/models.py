@@ -70,13 +70,9 @@ def resolve_model(name_or_path: str, revision: str | None = None) -> ResolvedMod
     if name_or_path == TINY:
         path = write_once(cache_dir() / "tiny-1", build_tiny_model)
         return ResolvedModel(name_or_path, path, f"built on the spot, 1M random parameters, kept in {path}")
-    local = Path(name_or_path).expanduser()
-    if local.exists() or name_or_path.startswith((".", "/", "~")) or name_or_path.count("/") > 1:
-        if fault := fault_of(local):
-            raise hub.SourceNotFoundError(
-                f"model.name_or_path={name_or_path}: {local.absolute()} {fault}; "
-                "give a directory as save_pretrained writes it, or a name on the Hub"
-            )
+    if (local := _local(name_or_path)) is not None:
+        if fault := local_fault(name_or_path):
+            raise hub.SourceNotFoundError(f"model.name_or_path={name_or_path}: {fault}")
         return ResolvedModel(name_or_path, local.resolve(), "local path")
     if (path_or_none := _from_hub_cache(name_or_path, revision)) is not None:
         return ResolvedModel(name_or_path, path_or_none, "the Hub's cache")
@@ -99,6 +95,24 @@ def resolve_model(name_or_path: str, revision: str | None = None) -> ResolvedMod
         + "".join(f"  - {place}\n" for place in tried)
         + "Give a directory instead (model.name_or_path=path/to/model, as save_pretrained writes it), or model=tiny."
     )
+
+
+def local_fault(name_or_path: str) -> str:
+    """What is wrong with a model given as a directory, and the fix, for a message; empty where nothing is.
+
+    A name on the Hub has no fault, whether it is there or not. Nothing heavy is imported.
+    """
+    local = _local(name_or_path)
+    if local is None or not (fault := fault_of(local)):
+        return ""
+    return f"{local.absolute()} {fault}; give a directory as save_pretrained writes it, or a name on the Hub"
+
+
+def _local(name_or_path: str) -> Path | None:
+    """The directory a name stands for, there or not; ``None``: it can only be one on the Hub, or ``"tiny"``."""
+    local = Path(name_or_path).expanduser()
+    is_path = local.exists() or name_or_path.startswith((".", "/", "~")) or name_or_path.count("/") > 1
+    return local if is_path and name_or_path != TINY else None
 
 
 def fault_of(directory: Path) -> str:

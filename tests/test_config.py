@@ -55,7 +55,7 @@ def test_the_base_config_is_the_arithmetic_recipe():
 def test_every_option_of_every_group_passes_the_check(option):
     yours = {
         "environment=custom": "environment._target_=async_rl.environments.Arithmetic",
-        "environment=math": "environment.path=problems.jsonl",
+        "environment=math": f"environment.path={__file__}",
     }
     composed(option, *filter(None, [yours.get(option)]))
 

@@ -135,7 +135,7 @@ def _from_path(path: Path, eval_size: int | None) -> Problems:
             raise RowError(f"{path}: {len(rows)} rows are too few to keep {held_out} of them for evaluation")
         return Problems(f"{path} (its last {held_out} rows for evaluation)", rows[:-held_out], rows[-held_out:])
     if not path.is_dir():
-        raise RowError(f"environment.path={path}: no such file or directory")
+        raise RowError(f"environment.path={path}: no such file or directory; give the one with the data")
     return _from_files(str(path), _split_file(path, "train"), _split_file(path, "test"))
 
 
@@ -145,7 +145,7 @@ def _split_file(directory: Path, split: str) -> Path:
         if file.is_file():
             return file
     names = ", ".join(str(c.relative_to(directory)) for c in candidates)
-    raise RowError(f"environment.path={directory}: has no {split} split; looked for {names}")
+    raise RowError(f"environment.path={directory}: has no {split} split; give a directory with one of {names}")
 
 
 def _from_files(source: str, train: str | Path, test: str | Path) -> Problems:

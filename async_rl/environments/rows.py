@@ -28,7 +28,7 @@ def read_rows(
     Raises:
         RowError: no such file, another format, no rows, a row that is no object, a missing key, or a problem.
     """
-    path = Path(path)
+    path = Path(path).expanduser()
     if not path.is_file():
         raise RowError(f"{path}: no such file")
     if path.suffix in (".jsonl", ".ndjson"):

@@ -73,7 +73,7 @@ def test_bad_rows_name_file_and_line(tmp_path: Path) -> None:
     with pytest.raises(RowError, match=r"train\.jsonl, line 2: has no 'answer'"):
         GSM8K(path=tmp_path)
     (tmp_path / "train.jsonl").unlink()
-    with pytest.raises(RowError, match=r"no train split; looked for train\.jsonl"):
+    with pytest.raises(RowError, match=r"no train split; give a directory with one of train\.jsonl"):
         GSM8K(path=tmp_path)
     with pytest.raises(RowError, match=r"environment\.path=.*no such file or directory"):
         GSM8K(path=tmp_path / "missing")
