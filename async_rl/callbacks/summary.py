@@ -22,7 +22,8 @@ from async_rl.types import Batch, EvalBatch
 if TYPE_CHECKING:
     from async_rl.trainer import AsyncRLTrainer
 
-_ENDED = ("trained", "filtered", "failed", "dropped")
+_ENDED = ("trained", "filtered", "failed", "dropped", "saved")
+_LEFT = ("running", "kept", "reissued", "recorded")  # what the end of the run saves for a resume
 
 
 def age_quantile(tokens_by_age: Counter[int], q: float) -> int:
@@ -43,8 +44,19 @@ def _tensorboard() -> str:
     return os.path.relpath(beside) if beside.is_relative_to(Path.cwd()) else str(beside)
 
 
+def _groups(trainer: AsyncRLTrainer) -> dict[str, int]:
+    """Groups of the whole run, by how they ended or are about to."""
+    groups = trainer.orchestrator.outcomes()
+    if trainer.replay is None:  # a replay saves nothing
+        groups["saved"] += sum(groups[name] for name in _LEFT)
+    return {f"groups_{name}": groups[name] for name in ("admitted", *_ENDED)}
+
+
 class RunSummary(RLCallback):
     """Collects what the closing table shows and prints it when training ended without an error.
+
+    Groups are counted over the whole run, whatever processes it took, so that ``groups_admitted`` is the sum of the
+    other ``groups_...``; all else is of this process, which went on from ``start_version``.
 
     Args:
         show: Print the table; the figures go into ``run.json`` in any case.
@@ -95,11 +107,11 @@ class RunSummary(RLCallback):
         bound = None if settings.stale_policy == "allow" else settings.max_staleness
         if not self._step_ends_s:
             return
-        seconds, groups = time.monotonic() - self._began_s, trainer.orchestrator.outcomes()
         self.figures = {
             "steps": trainer.global_step - session.first_version,
+            "start_version": session.first_version,
             "version": trainer.global_step,
-            "seconds": seconds,
+            "seconds": time.monotonic() - self._began_s,
             # From the end of the first step on: before it, the engine also runs the first evaluation.
             "step_s": (self._step_ends_s[-1] - self._step_ends_s[0]) / max(len(self._step_ends_s) - 1, 1),
             "age_mean": sum(a * n for a, n in ages.items()) / max(ages.total(), 1),
@@ -107,7 +119,7 @@ class RunSummary(RLCallback):
             "age_max": max(ages, default=0),
             "age_bound": "none" if bound is None else bound,
             "train_s": session.overlap.train_s,
-            **{f"groups_{name}": groups[name] for name in ("admitted", *_ENDED)},
+            **_groups(trainer),
             "reward_min": self._scale.low,
             "reward_max": self._scale.high,
         }
@@ -136,19 +148,31 @@ class RunSummary(RLCallback):
     @override
     def teardown(self, trainer: AsyncRLTrainer, pl_module: LightningModule, stage: str) -> None:  # type: ignore[override]
         f = self.figures
-        if not f or not self.show:
+        if not f:
             return
+        f |= _groups(trainer)  # again, for since then the run was drained, and what was running may have ended
+        if self.show:
+            self._print(trainer)
+
+    def _print(self, trainer: AsyncRLTrainer) -> None:
+        f = self.figures
         table = Table(title=f"run ended: {trainer.ending}", show_header=False, title_justify="left")
         table.add_column(style="bold")
         table.add_column(overflow="fold")
-        table.add_row("steps", f"{f['steps']} in {f['seconds']:.0f} s, up to version {f['version']}")
+        versions = f"up to version {f['version']}"
+        if trainer.resume:
+            versions = f"since the resume, version {f['start_version']} to {f['version']}"
+        table.add_row("steps", f"{f['steps']} in {f['seconds']:.0f} s, {versions}")
         for name, title in (("eval_start", "evaluation, start"), ("eval_end", "evaluation, end")):
             if name in f:
                 failed = f", {f[f'{name}_failures']:.0f} samples failed" if f[f"{name}_failures"] else ""
                 table.add_row(title, f"{shown_evaluation(f, name)} (version {f[f'{name}_version']:.0f}{failed})")
         if "replayed" in f:
             table.add_row("replayed", str(f["replayed"]))
-        table.add_row("groups", ", ".join(f"{f[f'groups_{name}']} {name}" for name in _ENDED if f[f"groups_{name}"]))
+        shown = {"saved": "saved for a resume"}
+        ended = [f"{f[f'groups_{name}']} {shown.get(name, name)}" for name in _ENDED if f[f"groups_{name}"]]
+        admitted = "" if trainer.replay else f"{f['groups_admitted']} admitted: "
+        table.add_row("groups, whole run" if trainer.resume else "groups", admitted + ", ".join(ended))
         if "tokens_per_s" in f:
             table.add_row("generated", f"{f['tokens_per_s']:.0f} tokens/s")
         table.add_row(

@@ -64,7 +64,11 @@ class Books:
         self._running: dict[int, EngineSlot | None] = {}
         self._kept: dict[int, tuple[Group, int | None]] = {}
         self._in_batch: tuple[int, ...] = ()
-        self.admitted = len(recovery.kept) + sum(map(len, recovery.batches)) + self.ended.total()
+        # Those without a finished sample enter when they are launched, and were admitted all the same.
+        self._to_reissue = {group_id for group_id, landed in recovery.unfinished if not landed}
+        self.admitted = (
+            len(recovery.kept) + sum(map(len, recovery.batches)) + self.ended.total() + len(self._to_reissue)
+        )
         for group in recovery.kept:
             self._gate.restore_kept(group.id)
             head = group.head
@@ -153,7 +157,10 @@ class Books:
         self._planner.admitted(admission.group_id, version)
         for _ in admission.landed:
             self._gate.trajectory_ended(admission.group_id)
-        self.admitted += 1
+        if admission.group_id in self._to_reissue:
+            self._to_reissue.remove(admission.group_id)
+        else:
+            self.admitted += 1
 
     def _fly(self, admission: Admission, version: int) -> Flight:
         group_id, prompt, landed = admission.group_id, admission.prompt, dict(admission.landed)
@@ -278,19 +285,21 @@ class Books:
             return ids
 
     def end_everything(self, outcome: Outcome, *, recorded: int) -> tuple[list[int], list[int]]:
-        """End what is left when the run closes: ids that were finished, ids that were running.
+        """End what is left when the run closes: ids that were finished, ids that were running or to be run again.
 
         Args:
             outcome: How they end.
             recorded: Groups of recorded batches that were not trained again; they end too.
         """
         with self._room.lock:
-            self.ended[outcome] += recorded
+            reissued = sorted(self._to_reissue)
+            self.ended[outcome] += recorded + len(reissued)
             kept, running = list(self._kept), list(self._running)
             self._end([*kept, *running], outcome)
             self._running.clear()
+            self._to_reissue.clear()
             self._in_batch = ()
-            return kept, running
+            return kept, [*running, *reissued]
 
     def _end(self, group_ids: Sequence[int], outcome: Outcome) -> None:
         for group_id in group_ids:
@@ -331,7 +340,8 @@ class Books:
             }
 
     def outcomes(self) -> dict[str, int]:
-        """Groups admitted, running, kept, and ended by outcome."""
+        """Groups admitted, running, kept, to be launched again after a resume (``reissued``), and ended by outcome."""
         with self._room.lock:
             counts = {"admitted": self.admitted, "running": len(self._running), "kept": len(self._kept)}
+            counts["reissued"] = len(self._to_reissue)
             return counts | {str(outcome): self.ended[outcome] for outcome in Outcome}

@@ -326,8 +326,13 @@ class Orchestrator:
         return self._metrics.limits()
 
     def outcomes(self) -> dict[str, int]:
-        """Groups admitted, running, kept, and ended by outcome, over the whole run."""
-        return self._books.outcomes()
+        """Groups of the whole run: admitted, ended by outcome, and what :meth:`close` saves of them.
+
+        That is ``running``, ``kept``, and after a resume ``reissued`` (not launched yet) and ``recorded`` (in batches
+        that were not trained again yet).
+        """
+        with self._room.lock:
+            return self._books.outcomes() | {"recorded": len(self._batches.not_replayed())}
 
     def state_dict(self) -> dict[str, int]:
         """What a checkpoint needs of the control plane; the ledger has the rest."""

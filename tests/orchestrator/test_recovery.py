@@ -122,3 +122,12 @@ def test_the_first_step_after_a_resume_at_version_40_has_24_groups_at_most():
         books = orchestrator.outcomes()
         assert (books["kept"], books["running"], books["admitted"]) == (10, 14, 24)
         assert orchestrator.snapshot()["limited_by"] == "bound"
+
+
+def test_what_waits_to_be_run_again_is_counted_and_saved_though_it_was_not_launched():
+    recovered = Recovery(2, 8, (), (group(4, 2),), ((5, {0: trajectory(2)}), (6, {})), {"trained": 4, "failed": 1})
+    with running(ByHand(), start_version=2, recovered=recovered, resume=False) as orchestrator:
+        books = orchestrator.outcomes()
+        assert [books[name] for name in ("admitted", "kept", "running", "reissued", "recorded")] == [8, 1, 1, 1, 0]
+    books = orchestrator.outcomes()
+    assert [books[name] for name in ("admitted", "saved", "reissued", "trained", "failed")] == [8, 3, 0, 4, 1]
