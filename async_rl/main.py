@@ -17,17 +17,19 @@ import hydra
 from hydra.core.hydra_config import HydraConfig
 from hydra.errors import HydraException, InstantiationException
 from hydra.types import RunMode
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig
 from omegaconf.errors import OmegaConfBaseException
 
 from async_rl import compose
 from async_rl.config import Component, ConfigError, RunConfig, optimizer_extras
 from async_rl.console import messages, print_error
-from async_rl.earlier_config import CONFIG, continued, earlier_choices, keep, save
+from async_rl.earlier_config import continued, earlier_choices, keep, save
 from async_rl.hub import SourceNotFoundError
 from async_rl.resume_rules import DATABASE
+from async_rl.run_directory import claim_directory
 from async_rl.run_end import EXIT_CONFIG, EXIT_ERROR, EXIT_FINISHED, EXIT_INTERRUPTED, RunInterrupted
-from async_rl.run_record import RunRecord, claim_directory
+from async_rl.run_header import run_facts
+from async_rl.run_record import RunRecord
 from async_rl.signals import terminating_interrupts
 from async_rl.targets import parameters_of, refused_by
 from async_rl.types import SettingError
@@ -77,12 +79,13 @@ def _job(config: DictConfig, command: Sequence[str]) -> int:
     try:
         settings = continued(config, hydra_config.overrides.task, choices)
         checked = compose.check_continued(settings, hydra_config.overrides.task, choices)
-        lock = claim_directory(checked)
+        if sweep:
+            with suppress(OSError):
+                Path(checked.run_dir).rmdir()  # Hydra's, and empty; what the job makes itself, it can take back
+        directory = claim_directory(checked)
     except ConfigError as error:
         compose.report(str(error))
         return EXIT_CONFIG
-    config_file = Path(checked.run_dir) / CONFIG
-    before = config_file.read_text() if config_file.exists() else None
     save(settings.config, Path(checked.run_dir))
     record = RunRecord(
         Path(checked.run_dir), compose.recipe_name(choices), checked.seed, compose.resolved_choices(choices), command
@@ -101,10 +104,9 @@ def _job(config: DictConfig, command: Sequence[str]) -> int:
         print(reason + hint, file=sys.stderr)
         raise SystemExit(code) from None
     finally:
-        record.finish(reason, code)
-        if code == EXIT_CONFIG and before is not None:
-            save(OmegaConf.create(before), Path(checked.run_dir))  # the next resume must not go on with the refused one
-        lock.release()
+        if code != EXIT_CONFIG or not directory.restore():
+            record.finish(reason, code)
+        directory.release()
     if code == EXIT_INTERRUPTED and sweep:
         raise SystemExit(code)  # the rest of the sweep is not wanted either
     return code
@@ -164,7 +166,7 @@ def build(
     environment = None  # a replay needs none, but for the model it starts with
     if config.replay is None or config.model.warm_up is not None:
         environment = _build_environments(config.environment)
-    facts = _facts(config, choices, model, environment)
+    facts = run_facts(config, choices, model, environment)
     record.start(facts)
     print("\n".join(f"{name:<8} {value}" for name, value in facts.items()), flush=True)
     if config.model.warm_up is not None:
@@ -191,9 +193,22 @@ def _warm_up(config: RunConfig, model: ResolvedModel, environment: Any) -> Resol
 
 
 def _build_environments(node: Component) -> Any:
+    from async_rl.environments.base import Environment
+
     if "_target_" in node:
-        return hydra.utils.instantiate(dict(node))
-    return {name: hydra.utils.instantiate(dict(one)) for name, one in node.items()}
+        return _made("environment", node, Environment)
+    return {name: _made(f"environment.{name}", one, Environment) for name, one in node.items()}
+
+
+def _made(path: str, node: Component, kind: type[Any]) -> Any:
+    """The object of a node; one of another kind would be noticed only when the run uses it."""
+    made = hydra.utils.instantiate(dict(node))
+    if not isinstance(made, kind):
+        base = f"{kind.__module__}.{kind.__qualname__}"
+        raise ValueError(
+            f"{path}._target_: {node['_target_']} makes no {kind.__name__}; give a class derived from {base}"
+        )
+    return made
 
 
 def _build_engines(node: Component, model: str) -> list[Any]:
@@ -284,10 +299,13 @@ def _try_optimizer(make_optimizer: Any) -> None:
 
 
 def _build_trainer(config: RunConfig, record: RunRecord) -> AsyncRLTrainer:
+    import lightning.pytorch as pl
+
     from async_rl.trainer import AsyncRLTrainer
 
-    def all_of(section: Mapping[str, Component | None]) -> list[Any]:
-        return [hydra.utils.instantiate(dict(node)) for node in section.values() if node is not None]
+    def all_of(section: str, kind: type[Any]) -> list[Any]:
+        nodes = getattr(config, section)
+        return [_made(f"{section}.{name}", node, kind) for name, node in nodes.items() if node is not None]
 
     return AsyncRLTrainer(
         max_steps=config.max_steps,
@@ -311,60 +329,15 @@ def _build_trainer(config: RunConfig, record: RunRecord) -> AsyncRLTrainer:
         stall_timeout_s=config.run.stall_timeout_s,
         shutdown_timeout_s=config.run.shutdown_timeout_s,
         checkpoint_timeout_s=config.run.checkpoint_timeout_s,
-        callbacks=all_of(config.callbacks),
+        callbacks=all_of("callbacks", pl.Callback),
         default_callbacks=False,  # the config names them, and what it leaves out is not wanted
         record=record,
-        logger=all_of(config.logger),
+        logger=all_of("logger", pl.loggers.Logger),
         accelerator=config.hardware.accelerator,
         devices=config.hardware.devices,
         precision=config.hardware.precision,
         **config.run.lightning,
     )
-
-
-def _facts(config: RunConfig, choices: Mapping[str, Any], model: ResolvedModel, environment: Any) -> dict[str, str]:
-    """What the header shows and run.json keeps."""
-    from async_rl.replay import RunToReplay
-
-    replayed = None if config.replay is None else RunToReplay.read(config.replay)
-    return {
-        "recipe": f"{compose.recipe_name(choices)}, seed {config.seed}",
-        "model": f"{model.name}, {model.source}" + (f"; {_call(config.model.warm_up)}" if config.model.warm_up else ""),
-        **(_sources(config, choices, environment) if replayed is None else {"data": f"recorded in {config.replay}"}),
-        "device": f"{config.hardware.accelerator}, {os.cpu_count()} cores, {config.hardware.precision}",
-        "steps": (
-            f"{config.max_steps} of {config.batch_size} x {config.group_size} rollouts, "
-            f"max_staleness {config.max_staleness}, admit_ahead {config.effective_admit_ahead}"
-            if replayed is None
-            else replayed.described(config.max_steps)
-        ),
-        "results": config.run_dir,
-    }
-
-
-def _sources(config: RunConfig, choices: Mapping[str, Any], environment: Any) -> dict[str, str]:
-    """Where prompts and samples come from."""
-    nodes = [config.environment] if "_target_" in config.environment else list(config.environment.values())
-    environments = list(environment.values()) if isinstance(environment, Mapping) else [environment]
-    engine = str(config.engine["_target_"]).rpartition(".")[2]
-    if (replicas := config.engine.get("replicas", 1)) > 1:
-        engine += f" x {replicas}"
-    if urls := config.engine.get("urls"):
-        engine += f" at {', '.join(urls)}"
-    if choices.get("engine") == "auto":
-        engine += f" (engine=auto: {compose.choose_engine().why})"
-    if (own := config.run.evaluation.engine) is not None:
-        engine += f"; {str(own['_target_']).rpartition('.')[2]} for evaluations"
-    return {
-        "data": "; ".join(getattr(e, "source", "") or _call(n) for e, n in zip(environments, nodes, strict=True)),
-        "engine": f"{engine}, {config.engine.get('dtype', 'its own dtype')}",
-    }
-
-
-def _call(node: Component) -> str:
-    """A component as the call that makes it: ``Arithmetic(digits=1)``."""
-    arguments = ", ".join(f"{name}={value!r}" for name, value in node.items() if not name.startswith("_"))
-    return f"{str(node['_target_']).rpartition('.')[2]}({arguments})"
 
 
 def _quieten_libraries() -> None:

@@ -15,7 +15,7 @@ from async_rl.types import SettingError
 log = logging.getLogger(__name__)
 
 LOCK = ".lock"
-"""The locked file in a run directory; it names the process that has it, or had it last, and is never removed."""
+"""The locked file in a run directory; it names the process that has it, or had it last, and outlives the run."""
 
 _held: set[int] = set()
 
@@ -47,10 +47,19 @@ class RunLock:
             ) from error
         except OSError as error:
             log.warning("%s can't be locked (%s): nothing keeps two runs apart there", file, error.strerror)
+        if not _is_still(self._descriptor, file):  # who had it was refused, and took it away
+            os.close(self._descriptor)
+            raise SettingError(f"run_dir={directory} was in use a moment ago: start again, or give another run_dir")
+        self._file = file
         _held.add(self._descriptor)
         with contextlib.suppress(OSError):  # a full disk: the name is for people, the lock holds without it
             os.ftruncate(self._descriptor, 0)
             os.pwrite(self._descriptor, f"{os.getpid()} on {platform.node()}\n".encode(), 0)
+
+    def remove(self) -> None:
+        """Take the file away and let others have the directory: for one that shall be as it was before."""
+        self._file.unlink(missing_ok=True)
+        self.release()
 
     def release(self) -> None:
         """Let others have the directory. Idempotent."""
@@ -63,6 +72,14 @@ class RunLock:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
         self.release()
+
+
+def _is_still(descriptor: int, file: Path) -> bool:
+    """Whether the file that is open is the one of that name."""
+    try:
+        return os.path.samestat(os.fstat(descriptor), file.stat())
+    except OSError:
+        return False
 
 
 def _holder(file: Path) -> str:

@@ -1,4 +1,4 @@
-"""The run directory: who may use it, and run.json, which says what the run was made of and how it ended."""
+"""run.json: what a run was made of and how it ended."""
 
 from __future__ import annotations
 
@@ -9,18 +9,13 @@ import json
 import logging
 import os
 import platform
-import shutil
 import subprocess
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from async_rl.config import ConfigError, Problem, RunConfig
 from async_rl.durable import durable_file
-from async_rl.resume_rules import DATABASE
-from async_rl.run_lock import LOCK, RunLock
 from async_rl.strict_json import strict_json
-from async_rl.types import SettingError
 
 log = logging.getLogger(__name__)
 
@@ -37,83 +32,6 @@ PACKAGES = (
     "numpy",
     "tokenizers",
 )
-
-
-def claim_directory(config: RunConfig) -> RunLock:
-    """Make the run directory and take it for this process, refusing one that is in use.
-
-    Returns:
-        What holds the directory; to be released when the run has ended.
-
-    Raises:
-        ConfigError: it holds something and neither ``resume`` nor ``overwrite`` is set; another process is using it;
-            ``overwrite`` would delete something that is no run, or the run that is to be replayed; or ``resume`` or
-            ``replay`` finds nothing.
-    """
-    directory = Path(config.run_dir)
-    if config.replay is not None:
-        _check_replay(Path(config.replay), directory)
-    existed = directory.exists()
-    used = existed and (not directory.is_dir() or any(entry.name != LOCK for entry in directory.iterdir()))
-    is_run = (directory / RECORD).is_file()
-    if config.resume and not is_run:
-        raise ConfigError(
-            [
-                Problem(
-                    "resume", f"there is no run in {directory}; give the directory of the run to go on with as run_dir"
-                )
-            ]
-        )
-    if used and config.overwrite:
-        if not is_run:
-            raise ConfigError(
-                [
-                    Problem(
-                        "overwrite",
-                        f"{directory} is not empty and holds no {RECORD}, so it is not deleted; take another",
-                    )
-                ]
-            )
-    elif used and not config.resume:
-        raise ConfigError(
-            [
-                Problem(
-                    "run_dir",
-                    f"{directory} is already used; give another one, go on with it (resume=true), or delete it "
-                    "(overwrite=true)",
-                )
-            ]
-        )
-    try:
-        directory.parent.mkdir(parents=True, exist_ok=True)
-        # Where there was nothing, a directory that is there now belongs to a run that was faster.
-        directory.mkdir(exist_ok=existed)
-        lock = RunLock(directory)
-    except SettingError as error:
-        raise ConfigError([Problem("", str(error))]) from error
-    except OSError as error:
-        raise ConfigError([Problem("run_dir", f"{directory} can't be made: {error.strerror}")]) from error
-    if used and config.overwrite:
-        _clear(directory)
-    return lock
-
-
-def _clear(directory: Path) -> None:
-    """Remove everything in a run directory but its lock, which this process holds."""
-    for entry in directory.iterdir():
-        if entry.is_dir() and not entry.is_symlink():
-            shutil.rmtree(entry)
-        elif entry.name != LOCK:
-            entry.unlink()
-
-
-def _check_replay(replayed: Path, directory: Path) -> None:
-    if not (replayed / DATABASE).is_file():
-        raise ConfigError(
-            [Problem("replay", f"there is no run's record ({DATABASE}) in {replayed}; give the directory of a run")]
-        )
-    if directory.resolve() in (replayed.resolve(), *replayed.resolve().parents):
-        raise ConfigError([Problem("run_dir", f"{directory} holds the run to be replayed; take another one")])
 
 
 class RunRecord:

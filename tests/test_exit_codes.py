@@ -51,10 +51,14 @@ def runs(tmp_path_factory):
     assert done.returncode == 0, done.stderr
     ends = {}
     for name, code in json.loads(done.stdout).items():
+        printed = (directory / name / "err").read_text()
+        if code == 2:
+            ends[name] = code, printed, "", directory / name
+            continue
         (run_dir,) = (directory / name).glob("runs/*/*")
         record = json.loads((run_dir / "run.json").read_text())
         assert record["exit_code"] == code, name
-        ends[name] = code, (directory / name / "err").read_text(), record["exit_reason"], run_dir
+        ends[name] = code, printed, record["exit_reason"], run_dir
     return ends
 
 
@@ -83,11 +87,12 @@ def test_a_reward_that_raises_shows_the_user_s_lines_and_what_it_ended(runs):
     assert "lightning" in (run_dir / "run.log").read_text()  # all of it
 
 
-def test_2_is_a_setting_that_is_refused_in_one_message(runs):
-    code, printed, _, _ = runs["no prompts"]
+def test_2_is_a_setting_that_is_refused_in_one_message_and_leaves_nothing(runs):
+    code, printed, _, directory = runs["no prompts"]
     assert code == 2
     assert "has no training prompts" in printed
     assert "Traceback" not in printed
+    assert {path.name for path in directory.iterdir()} == {"out", "err"}
 
 
 def test_3_is_a_guard_that_says_what_it_saw(runs):

@@ -1,5 +1,6 @@
 """Two processes and one run directory: the second is refused, and a lock does not outlive its process."""
 
+import fcntl
 import os
 import signal
 import subprocess
@@ -17,14 +18,17 @@ from async_rl.run_lock import RunLock
 
 lock = RunLock(Path(sys.argv[1]))
 if sys.argv[2] == "forks":
+    begun, begins = os.pipe()
     if (child := os.fork()) == 0:
-        time.sleep(60)
+        os.write(begins, b"!")
+        time.sleep(600)
+    os.read(begun, 1)
 elif sys.argv[2] == "executes":
-    child = subprocess.Popen(["sleep", "60"], close_fds=False).pid
+    child = subprocess.Popen(["sleep", "600"], close_fds=False).pid
 else:
     child = 0
 print(child, flush=True)
-time.sleep(60)
+time.sleep(600)
 """
 
 
@@ -81,3 +85,17 @@ def test_the_command_leaves_a_run_that_goes_on_alone(tmp_path, holder, command, 
     assert command("model=tiny", "run_dir=run", how)[0] == 0
     assert (tmp_path / "run" / "mine").exists() is (how == "resume=true")
     assert command("model=tiny", "run_dir=run", how)[0] == 0  # it let go
+
+
+def test_a_lock_file_that_was_taken_away_in_between_locks_nothing(tmp_path, monkeypatch):
+    first, flock = RunLock(tmp_path / "run"), fcntl.flock
+
+    def ends_first(*arguments):
+        first.remove()
+        flock(*arguments)
+
+    monkeypatch.setattr(fcntl, "flock", ends_first)
+    with pytest.raises(SettingError, match="was in use a moment ago: start again"):
+        RunLock(tmp_path / "run")
+    monkeypatch.undo()
+    RunLock(tmp_path / "run").release()
