@@ -132,7 +132,7 @@ class RolloutConfig:
     min_group_size: Annotated[int | None, Key("trajectories that make a quorum", ge=1)]
     straggler_timeout_s: Annotated[float | None, Key("seconds a quorum waits for the rest", ge=0)]
     max_retries: Annotated[int, Key("attempts after the first, for one trajectory", ge=0)]
-    max_failures: Annotated[int, Key("failed attempts in a row that are put up with", ge=0)]
+    max_failures: Annotated[int, Key("failed attempts in a row that are put up with; one more ends the run", ge=0)]
     rollout_timeout_s: Annotated[float, Key("deadline of one attempt", gt=0)]
     reward_timeout_s: Annotated[float, Key("deadline of one reward call", gt=0)]
     rollout_threads: Annotated[int, Key("event loops that run rollouts", ge=1)]

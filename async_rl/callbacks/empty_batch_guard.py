@@ -25,9 +25,9 @@ class EmptyBatchGuard(RLCallback):
     trainable token. A kept group starts the count again: a run that rarely finds signal goes on, slowly. The closing
     message tells no signal (all rewards of every group equal) from an outage (groups failing, with the first error).
 
-    Where every attempt fails, ``max_failures`` attempts in a row (rollout.max_failures, 16) end the run with exit code
-    1 and the first error's traceback long before; the guard is what ends one where attempts succeed in between and
-    still no group is completed.
+    Where every attempt fails, more than ``max_failures`` in a row (rollout.max_failures=16: the 17th) end the run with
+    exit code 1 and the first error's traceback long before; the guard is what ends one where attempts succeed in
+    between and still no group is completed.
 
     Groups of equal rewards count as empty where they are filtered (``filter_zero_variance``). Where they are trained,
     as many batches in a row without any advantage get a warning.

@@ -99,14 +99,17 @@ def test_a_reward_that_always_raises_ends_the_run_with_its_traceback():
     assert len(calls) < 100
 
 
-def test_the_budget_is_exact():
+@pytest.mark.parametrize("allowed", [0, 2, 16])
+def test_so_many_failures_in_a_row_are_put_up_with_and_one_more_ends_the_run(allowed):
     by_hand = ByHand()
-    with running(by_hand, batch_size=1, group_size=1, max_staleness=0, max_failures=2, max_retries=9) as orchestrator:
-        for attempt in range(3):
+    settings = {"batch_size": 1, "group_size": 1, "max_staleness": 0, "max_failures": allowed, "max_retries": 99}
+    with running(by_hand, **settings) as orchestrator:
+        for attempt in range(allowed + 1):
             by_hand.wait_started(attempt + 1)
             orchestrator.check()
             by_hand.fail(0, attempt=attempt)
-        with pytest.raises(RolloutFailureError, match=r"3 rollout attempts in a row failed \(max_failures=2\)"):
+        told = rf"{allowed + 1} rollout attempts in a row failed \(max_failures={allowed}\)"
+        with pytest.raises(RolloutFailureError, match=told):
             orchestrator.next_batch(patient())
 
 
