@@ -139,8 +139,11 @@ def test_configs_compose(block, tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("command", [c for b in blocks("bash") for c in b.splitlines()])
-def test_commands_compose(command):
+def test_commands_compose(command, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
     words = shlex.split(command, comments=True)
+    for data in re.findall(r"environment\.path=(\S+)", command):  # the reader has it
+        (tmp_path / data).mkdir(parents=True)
     assert words[:2] == ["python", "train.py"]
     composed(*words[2:], *re.findall(r"# (\+\S+)", command))
 
