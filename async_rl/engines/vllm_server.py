@@ -10,13 +10,14 @@ import socket
 import time
 from collections.abc import Sequence
 from typing import Literal
+from urllib.parse import urlsplit
 
 from async_rl.engines.base import EngineError
 from async_rl.engines.client_engine import ClientEngine, Session
 from async_rl.engines.loop_thread import LoopThread
 from async_rl.engines.vllm_client import VLLMClient
 from async_rl.engines.vllm_port import CoreDiedError
-from async_rl.engines.vllm_server_address import check_url
+from async_rl.engines.vllm_server_address import check_url, is_loopback
 from async_rl.engines.vllm_server_core import ServerCore, connect
 from async_rl.engines.vllm_server_lease import LEASE_S, Claim
 from async_rl.weights.file import BACKEND as FILE
@@ -124,9 +125,19 @@ class VLLMServerEngine(ClientEngine):
                 if time.monotonic() >= give_up_s:
                     raise EngineError(f"engine {self.name}: {error}") from error
                 if not told:
-                    log.info("engine %s: %s; waiting for it up to %g s", self.name, error, self.start_timeout_s)
+                    log.info(
+                        "engine %s: %s; waiting for it up to %g s (engine.start_timeout_s). Start one there: `python "
+                        "-m async_rl.serve MODEL%s`; or give the addresses of others: engine.urls=[http://HOST:PORT,...]",
+                        *(self.name, error, self.start_timeout_s, self._address_arguments()),
+                    )
                     told = True
             await asyncio.sleep(RETRY_S)
+
+    def _address_arguments(self) -> str:
+        """What has ``async_rl.serve`` listen at this address, which is not always known from the URL."""
+        parts = urlsplit(self.url)
+        host = "" if is_loopback(parts.hostname or "") else " --host 0.0.0.0"
+        return f"{host} --port {parts.port}"
 
     async def _claim(self, core: ServerCore, give_up_s: float) -> None:
         """Get the server before anything in it is changed; a run that may have died is waited for to lose it."""

@@ -283,7 +283,12 @@ def test_the_first_start_waits_for_the_server_and_later_ones_do_not(server: Fake
     threading.Timer(0.3, server.start).start()
     with caplog.at_level("INFO", logger="async_rl"):
         asyncio.run(engine.start())
-    assert "waiting for it up to 10 s" in caplog.text
+    (told,) = [record for record in caplog.records if "waiting for it" in record.message]
+    assert told.levelname == "INFO"
+    assert f"the server at {server.url} can't be reached" in told.message
+    assert "waiting for it up to 10 s (engine.start_timeout_s)" in told.message
+    assert f"`python -m async_rl.serve MODEL --port {server.url.rpartition(':')[2]}`" in told.message
+    assert "engine.urls=[http://HOST:PORT,...]" in told.message
     asyncio.run(engine.close())
     server.kill()
     began_s = time.monotonic()
