@@ -129,10 +129,6 @@ def continued(config: DictConfig, overrides: Iterable[str], choices: Mapping[str
     directory = _earlier_run(config)
     if directory is None or not (directory / CONFIG).is_file():
         return Continued(config)
-    try:
-        composed = _plain(config)
-    except OmegaConfBaseException:
-        return Continued(config)  # the check says what is wrong with it
     before = _plain(typing.cast("DictConfig", OmegaConf.load(directory / CONFIG)))
     if config.resume and before.get("replay") is not None:
         raise ConfigError(
@@ -144,7 +140,6 @@ def continued(config: DictConfig, overrides: Iterable[str], choices: Mapping[str
                 )
             ]
         )
-    merged = _under(composed, _moved(before, composed["run_dir"]), RunConfig)
     earlier = _choices_of(directory)
     given = []
     for override in _parsed(overrides):
@@ -158,8 +153,13 @@ def continued(config: DictConfig, overrides: Iterable[str], choices: Mapping[str
         is_group = name in choices or override.key_or_group in choices
         if is_group and _shown(override.value()) == earlier.get(name):
             continue
-        key = (override.package if is_group else None) or override.key_or_group
-        given.append(key)
+        given.append((override.package if is_group else None) or override.key_or_group)
+    try:
+        composed = _plain(_filled(config, before, given))
+    except OmegaConfBaseException:
+        return Continued(config)  # the check says what is wrong with it
+    merged = _under(composed, _moved(before, composed["run_dir"]), RunConfig)
+    for key in given:
         _put(merged, key, _at(composed, key))
     return Continued(OmegaConf.create(merged), directory, before, tuple(given))
 
@@ -214,6 +214,15 @@ def _other_recipe(directory: Path, recipe: str, earlier: str) -> Problem:
         f"{recipe}, but the run in {directory} has recipe {earlier}; leave it out (its settings are used anyway), "
         "and set single keys",
     )
+
+
+def _filled(config: DictConfig, before: Mapping[str, Any], given: Collection[str]) -> DictConfig:
+    """The config with what has to be given (``???``), and was not given again, as the earlier run had it."""
+    filled = copy.deepcopy(config)
+    for key in OmegaConf.missing_keys(config):
+        if not any(_inside(key, section) for section in given) and (value := _at(before, key)) is not _MISSING:
+            OmegaConf.update(filled, key, value)
+    return filled
 
 
 def _under(now: Mapping[str, Any], before: Mapping[str, Any], schema: Any) -> dict[str, Any]:

@@ -75,6 +75,40 @@ def test_a_group_chosen_anew_replaces_the_section(command, trained, first):
     assert trained[0].environment == first.environment
 
 
+MINE = (
+    *("+recipe=team", "hardware=cpu", "model=tiny", "engine=transformers", "environment=custom", "seed=7"),
+    *("environment._target_=async_rl.environments.arithmetic.Arithmetic", "+environment.digits=2"),
+)
+
+
+@pytest.fixture
+def mine(command, trained, monkeypatch, tmp_path):
+    """The config of a run in ``x`` of somebody's own environment and recipe, which leave values to be given."""
+    recipes = tmp_path / "recipes"
+    recipes.mkdir()
+    (recipes / "team.yaml").write_text("seed: ???\nlogger: {jsonl: {path: '${run_dir}/${seed}.jsonl'}}\n")
+    monkeypatch.setenv("ASYNC_RL_RECIPES", str(recipes))
+    code, _, err = command(*MINE, "run_dir=x")
+    assert code == 0, err
+    return trained.pop()
+
+
+def test_what_had_to_be_given_need_not_be_given_again(command, trained, mine, tmp_path):
+    code, _, err = command("resume=true", "run_dir=x")
+    assert code == 0, err
+    assert without(trained[0], "resume") == without(mine, "resume")
+    (tmp_path / "x" / "run.db").touch()
+    code, _, err = command("replay=x", "run_dir=y")
+    assert code == 0, err
+    assert trained[1].logger["jsonl"]["path"] == "y/7.jsonl"
+
+
+def test_a_group_chosen_anew_does_not_take_what_has_to_be_given_from_another(command, trained, first):
+    code, _, err = command("resume=true", "run_dir=x", "environment=custom")
+    assert code == 2
+    assert "environment._target_: has no value; give environment._target_=..." in err
+
+
 def test_a_run_moved_elsewhere_writes_where_it_is_now(command, trained, first, tmp_path):
     (tmp_path / "x").rename(tmp_path / "y")
     assert command("resume=true", "run_dir=y")[0] == 0
