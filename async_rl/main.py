@@ -31,6 +31,7 @@ from async_rl.run_end import EXIT_CONFIG, EXIT_ERROR, EXIT_FINISHED, EXIT_INTERR
 from async_rl.run_header import run_facts
 from async_rl.run_record import RunRecord
 from async_rl.signals import terminating_interrupts
+from async_rl.sweep import JobEnd
 from async_rl.targets import parameters_of, refused_by
 from async_rl.types import SettingError
 
@@ -50,15 +51,19 @@ def main() -> int:
     """
     codes: list[int] = []
     command = list(sys.argv)
+
+    def job(config: DictConfig) -> JobEnd:
+        end = _job(config, command)
+        codes.append(end.code)
+        return end
+
     overrides = [argument for argument in command[1:] if "=" in argument]
     try:
         compose.register()
         compose.check_choices(overrides)
         sys.argv = [*command, *earlier_choices(overrides, compose.recipe_files())]
         with _whole_hydra_errors():
-            hydra.main(version_base="1.3", config_path=str(compose.CONF), config_name="config")(
-                lambda config: codes.append(_job(config, command))
-            )()
+            hydra.main(version_base="1.3", config_path=str(compose.CONF), config_name="config")(job)()
     except ConfigError as error:
         compose.report(str(error))
         return EXIT_CONFIG
@@ -70,7 +75,7 @@ def main() -> int:
     return next((code for code in codes if code), EXIT_FINISHED)
 
 
-def _job(config: DictConfig, command: Sequence[str]) -> int:
+def _job(config: DictConfig, command: Sequence[str]) -> JobEnd:
     """One run, from its composed config to its exit code."""
     hydra_config = HydraConfig.get()
     sweep, choices = hydra_config.mode == RunMode.MULTIRUN, hydra_config.runtime.choices
@@ -85,31 +90,28 @@ def _job(config: DictConfig, command: Sequence[str]) -> int:
         directory = claim_directory(checked)
     except ConfigError as error:
         compose.report(str(error))
-        return EXIT_CONFIG
+        return JobEnd(EXIT_CONFIG)
     save(settings.config, Path(checked.run_dir))
     record = RunRecord(
         Path(checked.run_dir), compose.recipe_name(choices), checked.seed, compose.resolved_choices(choices), command
     )
     if settings.note:
         print(settings.note, flush=True)
-    code, reason = EXIT_ERROR, "error"
+    code, reason, interrupted = EXIT_ERROR, "error", False
     try:
         with messages(Path(checked.run_dir) / "run.log"), terminating_interrupts():
             code, reason = _train(checked, choices, record)
     except KeyboardInterrupt:
-        reason = "interrupted before training"
+        reason, interrupted = "interrupted before training", True
         hint = ""
         if (Path(checked.run_dir) / DATABASE).exists():  # of an earlier process: a resume still works
             code, hint = EXIT_INTERRUPTED, f"; go on with resume=true run_dir={checked.run_dir}"
         print(reason + hint, file=sys.stderr)
-        raise SystemExit(code) from None
     finally:
         if code != EXIT_CONFIG or not directory.restore():
             record.finish(reason, code)
         directory.release()
-    if code == EXIT_INTERRUPTED and sweep:
-        raise SystemExit(code)  # the rest of the sweep is not wanted either
-    return code
+    return JobEnd(code, interrupted or code == EXIT_INTERRUPTED)
 
 
 def _train(config: RunConfig, choices: Mapping[str, Any], record: RunRecord) -> tuple[int, str]:

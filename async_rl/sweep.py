@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import os
-from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,15 @@ from async_rl.compose import check_choices, check_continued, explain, report
 from async_rl.config import ConfigError
 from async_rl.earlier_config import RECORD, continued
 from async_rl.reward_scale import shown_evaluation
+from async_rl.run_end import EXIT_CONFIG
+
+
+@dataclass(frozen=True, slots=True)
+class JobEnd:
+    """What a job returns: its exit code, and whether somebody wants it and the rest of the sweep to end."""
+
+    code: int
+    interrupted: bool = False
 
 
 class Sweep(Callback):
@@ -26,7 +35,7 @@ class Sweep(Callback):
 
     def __init__(self) -> None:
         self._jobs: list[list[str]] = []  # overrides of each; none where the sweeper chooses them as it goes
-        self._ended: list[tuple[str, Path]] = []
+        self._ended: list[tuple[str, Path, JobEnd]] = []
 
     def on_multirun_start(self, config: DictConfig, **kwargs: Any) -> None:
         """Compose and check each job; a wrong one ends the process here, with all its problems."""
@@ -60,14 +69,25 @@ class Sweep(Callback):
             print(f"{before}job {number}{f' of {jobs}' if jobs else ''}: {self._name(config)}", flush=True)
 
     def on_job_end(self, config: DictConfig, job_return: Any, **kwargs: Any) -> None:
-        """Remember where the job left its results."""
-        if config.hydra.mode == RunMode.MULTIRUN:
-            self._ended.append((self._name(config), Path(job_return.cfg.run_dir)))
+        """Remember how the job ended and where it left its results; an interruption ends the sweep."""
+        if config.hydra.mode != RunMode.MULTIRUN or not isinstance(end := job_return._return_value, JobEnd):
+            return  # an error that Hydra raises in a moment
+        self._ended.append((self._name(config), Path(job_return.cfg.run_dir), end))
+        if end.interrupted:
+            of = f" of {len(self._jobs)}" if self._jobs else ""
+            self._print_results(f"results of the sweep, which ends with job {len(self._ended)}{of}")
+            raise SystemExit(end.code)
 
     def on_multirun_end(self, config: DictConfig, **kwargs: Any) -> None:
         """Say how each job ended."""
         if self._ended:
-            print("\n".join(_results(self._ended)), flush=True)
+            self._print_results("results of the sweep")
+
+    def _print_results(self, title: str) -> None:
+        width = max(len(name) for name, _, _ in self._ended)
+        directory = os.path.commonpath([path.parent for _, path, _ in self._ended])
+        lines = [f"  {name:<{width}}  {_result(path, end.code)}" for name, path, end in self._ended]
+        print("\n".join([f"\n{title}: {directory}", *lines]), flush=True)
 
     def _name(self, config: DictConfig) -> str:
         """What tells the job from the others."""
@@ -76,14 +96,10 @@ class Sweep(Callback):
         return " ".join(swept or own)
 
 
-def _results(jobs: Sequence[tuple[str, Path]]) -> list[str]:
-    width = max(len(name) for name, _ in jobs)
-    directory = os.path.commonpath([path.parent for _, path in jobs])
-    return [f"\nresults of the sweep: {directory}", *(f"  {name:<{width}}  {_result(path)}" for name, path in jobs)]
-
-
-def _result(run_dir: Path) -> str:
+def _result(run_dir: Path, code: int) -> str:
     """Steps, last evaluation and directory of a run, and how it ended where it did not finish."""
+    if code == EXIT_CONFIG:
+        return f"exit code {code}: refused, see above"  # what is in its directory is another run's
     try:
         record = json.loads((run_dir / RECORD).read_text(encoding="utf-8"))
     except (OSError, ValueError):
