@@ -26,7 +26,7 @@ from async_rl.console import messages, print_error
 from async_rl.earlier_config import continued, earlier_choices, keep, save
 from async_rl.hub import SourceNotFoundError
 from async_rl.resume_rules import DATABASE
-from async_rl.run_directory import claim_directory
+from async_rl.run_directory import RunDirectory, claim_directory
 from async_rl.run_end import EXIT_CONFIG, EXIT_ERROR, EXIT_FINISHED, EXIT_INTERRUPTED, RunInterrupted
 from async_rl.run_header import run_facts
 from async_rl.run_record import RunRecord
@@ -100,7 +100,7 @@ def _job(config: DictConfig, command: Sequence[str]) -> JobEnd:
     code, reason, interrupted = EXIT_ERROR, "error", False
     try:
         with messages(Path(checked.run_dir) / "run.log"), terminating_interrupts():
-            code, reason = _train(checked, choices, record)
+            code, reason = _train(checked, choices, record, directory)
     except KeyboardInterrupt:
         reason, interrupted = "interrupted before training", True
         hint = ""
@@ -114,7 +114,9 @@ def _job(config: DictConfig, command: Sequence[str]) -> JobEnd:
     return JobEnd(code, interrupted or code == EXIT_INTERRUPTED)
 
 
-def _train(config: RunConfig, choices: Mapping[str, Any], record: RunRecord) -> tuple[int, str]:
+def _train(
+    config: RunConfig, choices: Mapping[str, Any], record: RunRecord, directory: RunDirectory
+) -> tuple[int, str]:
     """Build and fit; returns the exit code and the reason of the end, errors included."""
     try:
         trainer, policy, datamodule = build(config, choices, record)
@@ -127,6 +129,7 @@ def _train(config: RunConfig, choices: Mapping[str, Any], record: RunRecord) -> 
         log.debug("while building", exc_info=error)
         compose.report(refusal)
         return EXIT_CONFIG, refusal
+    directory.begin()
     try:
         with suppress(RunInterrupted):  # its exit code is that of the end
             trainer.fit(policy, datamodule=datamodule)

@@ -14,7 +14,7 @@ from async_rl.resume_rules import DATABASE
 from async_rl.run_lock import LOCK, RunLock
 from async_rl.types import SettingError
 
-CHECKPOINTS = "checkpoints"
+CHECKPOINTS, ASIDE = "checkpoints", ".overwritten"
 
 
 class RunDirectory:
@@ -31,6 +31,7 @@ class RunDirectory:
 
     def __init__(self, path: Path, *, exist_ok: bool) -> None:
         self._path = path
+        self._aside = path / ASIDE
         self._made = [p for p in (path, *path.parents) if not p.exists()]
         self._before = {entry.name for entry in path.iterdir()} if not self._made else set()
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -39,11 +40,18 @@ class RunDirectory:
         files = [path / name for name in (CONFIG, RECORD)]
         self._contents = {file: file.read_bytes() for file in files if file.is_file()}
 
-    def clear(self) -> None:
-        """Remove everything in it but its lock."""
+    def overwrite(self) -> None:
+        """Put what is in it aside, to be deleted when the run begins: a run that is refused deletes nothing."""
+        shutil.rmtree(self._aside, ignore_errors=True)  # of a process that was killed before its run began
+        self._aside.mkdir()
+        for name in self._before - {LOCK, ASIDE}:
+            (self._path / name).rename(self._aside / name)
         self._contents = {}
         self._before &= {LOCK}
-        self._remove_what_is_new()
+
+    def begin(self) -> None:
+        """Delete what was put aside."""
+        shutil.rmtree(self._aside, ignore_errors=True)
 
     def restore(self) -> bool:
         """Leave on disk what was there before: a run that was refused has nothing to show. Ends with :meth:`release`.
@@ -60,6 +68,10 @@ class RunDirectory:
         for file, content in self._contents.items():
             with durable_file(file) as restored:
                 restored.write(content)
+        if self._aside.exists():
+            for entry in self._aside.iterdir():
+                entry.rename(self._path / entry.name)
+            self._aside.rmdir()
         if LOCK not in self._before:
             self._lock.remove()
         for made in self._made:
@@ -69,11 +81,12 @@ class RunDirectory:
 
     def release(self) -> None:
         """Let others have it. Idempotent."""
+        self.begin()
         self._lock.release()
 
     def _remove_what_is_new(self) -> None:
         for entry in self._path.iterdir():
-            if entry.name in self._before or entry.name == LOCK:
+            if entry.name in self._before or entry.name in (LOCK, ASIDE):
                 continue
             if entry.is_dir() and not entry.is_symlink():
                 shutil.rmtree(entry)
@@ -134,7 +147,7 @@ def claim_directory(config: RunConfig) -> RunDirectory:
     except OSError as error:
         raise ConfigError([Problem("run_dir", f"{directory} can't be made: {error.strerror}")]) from error
     if used and config.overwrite:
-        claimed.clear()
+        claimed.overwrite()
     return claimed
 
 

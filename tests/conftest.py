@@ -53,7 +53,7 @@ def trained(monkeypatch: Any) -> list[Any]:
 
     configs: list[Any] = []
 
-    def train(config: Any, choices: Any, record: Any) -> tuple[int, str]:
+    def train(config: Any, *_: Any) -> tuple[int, str]:
         configs.append(config)
         return 0, "finished"
 

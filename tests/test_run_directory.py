@@ -92,6 +92,30 @@ def test_a_resume_that_is_refused_leaves_the_run_as_it_was(command, monkeypatch,
     assert json.loads(before["here/run.json"])["exit_code"] == 75
 
 
+def test_a_refusal_deletes_nothing_either(command, monkeypatch, tmp_path):
+    with monkeypatch.context() as patched:
+        patched.setattr(main, "_train", lambda *_: (0, "done"))
+        assert command("run_dir=here", "model=tiny")[0] == 0
+    (tmp_path / "here" / "checkpoints").mkdir()
+    (tmp_path / "here" / "checkpoints" / "version-000001.ckpt").touch()
+    before = on_disk(tmp_path)
+    assert command(*WRONG, "run_dir=here", "overwrite=true")[0] == 2
+    after = on_disk(tmp_path)
+    for told in (before, after):
+        del told[f"here/{LOCK}"]
+    assert before == after
+
+
+def test_what_is_overwritten_is_gone_when_the_run_begins(tmp_path):
+    (tmp_path / "run" / "batches").mkdir(parents=True)
+    (tmp_path / "run" / "run.json").touch()
+    directory = RunDirectory(tmp_path / "run", exist_ok=True)
+    directory.overwrite()
+    directory.begin()
+    assert set(on_disk(tmp_path / "run")) == {LOCK}
+    directory.release()
+
+
 @pytest.mark.parametrize("holds", ["checkpoints", "groups", "nothing"])
 def test_what_was_recorded_or_saved_is_never_taken_back(tmp_path, monkeypatch, holds):
     monkeypatch.setattr("async_rl.run_directory.holds_groups", lambda database: holds == "groups")

@@ -13,7 +13,7 @@ def ended(monkeypatch):
     """Leave training out; each job ends as the next entry says: exit code, reason, closing figures."""
     ends = []
 
-    def train(config, choices, record):
+    def train(config, choices, record, directory):
         code, reason, figures = ends.pop(0)
         record.add_results([], figures)
         return code, reason
