@@ -149,14 +149,14 @@ def check(config: DictConfig, overrides: Iterable[str], choices: Mapping[str, An
     return parsed
 
 
-def check_continued(settings: Continued, overrides: Iterable[str], choices: Mapping[str, Any]) -> RunConfig:
+def check_continued(settings: Continued, overrides: Iterable[str]) -> RunConfig:
     """Check a config as :func:`check` does, and what it changes of the run it goes on from.
 
     Raises:
         ConfigError: with every problem.
     """
     if settings.directory is None:
-        return check(settings.config, overrides, choices)
+        return check(settings.config, overrides, settings.choices)
     given = [o for o in overrides if o.partition("=")[0].lstrip("+~").partition("@")[0] in settings.given]
     parsed = check(settings.config, given, {})  # what was not given is from the earlier run
     settings.check(parsed)

@@ -41,15 +41,19 @@ class Continued:
 
     Attributes:
         config: What to run.
+        choices: What was chosen from each config group, by Hydra or by the earlier run.
         directory: The earlier run; ``None``: there is none.
         before: Its config.
         given: Dotted keys the command line gave a value.
+        absent_recipe: The earlier run's recipe, where it is none of those that are known now.
     """
 
     config: DictConfig
+    choices: Mapping[str, Any]
     directory: Path | None = None
     before: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     given: tuple[str, ...] = ()
+    absent_recipe: str = ""
 
     @property
     def note(self) -> str:
@@ -63,7 +67,8 @@ class Continued:
             if any(_inside(key, given) for given in self.given) and (self.config.resume or key not in _OF_THE_RECORD)
         ]
         verb = "going on with" if self.config.resume else "replaying with"
-        return f"{verb} the settings in {self.directory / CONFIG}" + (
+        absent = f" (recipe {self.absent_recipe} is not among the recipes here)" * bool(self.absent_recipe)
+        return f"{verb} the settings in {self.directory / CONFIG}{absent}" + (
             f"; changed: {', '.join(changed)}" * bool(changed)
         )
 
@@ -109,7 +114,7 @@ def earlier_choices(arguments: Sequence[str], recipes: Collection[str]) -> list[
     return [
         f"+recipe={choice}" if group == "recipe" else f"{group}={choice}"
         for group, choice in _choices_of(directory).items()
-        if group not in given and (group != "recipe" or choice in recipes)
+        if group not in given and choice is not None and (group != "recipe" or choice in recipes)
     ]
 
 
@@ -128,7 +133,7 @@ def continued(config: DictConfig, overrides: Iterable[str], choices: Mapping[str
     """
     directory = _earlier_run(config)
     if directory is None or not (directory / CONFIG).is_file():
-        return Continued(config)
+        return Continued(config, choices)
     before = _plain(typing.cast("DictConfig", OmegaConf.load(directory / CONFIG)))
     if config.resume and before.get("replay") is not None:
         raise ConfigError(
@@ -141,8 +146,9 @@ def continued(config: DictConfig, overrides: Iterable[str], choices: Mapping[str
             ]
         )
     earlier = _choices_of(directory)
-    given = []
+    given, said = [], set()
     for override in _parsed(overrides):
+        said.add(override.key_or_group)
         name = override.get_key_element().lstrip("+~")
         if override.key_or_group in _OF_THE_COMMAND or name.startswith("hydra"):
             continue
@@ -151,17 +157,19 @@ def continued(config: DictConfig, overrides: Iterable[str], choices: Mapping[str
                 raise ConfigError([_other_recipe(directory, str(override.value()), recipe)])
             continue
         is_group = name in choices or override.key_or_group in choices
-        if is_group and _shown(override.value()) == earlier.get(name):
+        if is_group and _shown(override.value()) == _shown(earlier.get(name)):
             continue
         given.append((override.package if is_group else None) or override.key_or_group)
     try:
         composed = _plain(_filled(config, before, given))
     except OmegaConfBaseException:
-        return Continued(config)  # the check says what is wrong with it
+        return Continued(config, choices)  # the check says what is wrong with it
     merged = _under(composed, _moved(before, composed["run_dir"]), RunConfig)
     for key in given:
         _put(merged, key, _at(composed, key))
-    return Continued(OmegaConf.create(merged), directory, before, tuple(given))
+    kept = {group: choice for group, choice in earlier.items() if group not in said}
+    absent = str(earlier["recipe"]) if earlier.get("recipe") and not choices.get("recipe") else ""
+    return Continued(OmegaConf.create(merged), {**choices, **kept}, directory, before, tuple(given), absent)
 
 
 def save(config: Any, run_dir: Path) -> None:
@@ -185,10 +193,10 @@ def _earlier_run(config: Mapping[str, Any] | DictConfig) -> Path | None:
     return None
 
 
-def _choices_of(directory: Path) -> dict[str, str]:
-    """What a run chose from each config group."""
+def _choices_of(directory: Path) -> dict[str, Any]:
+    """What a run chose from each config group; ``None``: nothing."""
     choices = _record_of(directory).get("choices")
-    return {str(group): _shown(choice) for group, choice in choices.items()} if isinstance(choices, dict) else {}
+    return choices if isinstance(choices, dict) else {}
 
 
 def _record_of(directory: Path) -> dict[str, Any]:

@@ -78,12 +78,12 @@ def main() -> int:
 def _job(config: DictConfig, command: Sequence[str]) -> JobEnd:
     """One run, from its composed config to its exit code."""
     hydra_config = HydraConfig.get()
-    sweep, choices = hydra_config.mode == RunMode.MULTIRUN, hydra_config.runtime.choices
+    sweep, chosen = hydra_config.mode == RunMode.MULTIRUN, hydra_config.runtime.choices
     if sweep:
         config.run_dir = f"{config.run_dir}/{hydra_config.job.num}"
     try:
-        settings = continued(config, hydra_config.overrides.task, choices)
-        checked = compose.check_continued(settings, hydra_config.overrides.task, choices)
+        settings = continued(config, hydra_config.overrides.task, chosen)
+        checked = compose.check_continued(settings, hydra_config.overrides.task)
         if sweep:
             with suppress(OSError):
                 Path(checked.run_dir).rmdir()  # Hydra's, and empty; what the job makes itself, it can take back
@@ -92,6 +92,7 @@ def _job(config: DictConfig, command: Sequence[str]) -> JobEnd:
         compose.report(str(error))
         return JobEnd(EXIT_CONFIG)
     save(settings.config, Path(checked.run_dir))
+    choices = settings.choices
     record = RunRecord(
         Path(checked.run_dir), compose.recipe_name(choices), checked.seed, compose.resolved_choices(choices), command
     )

@@ -54,7 +54,7 @@ class Sweep(Callback):
                 choices = composed.hydra.runtime.choices
                 with open_dict(composed):
                     del composed["hydra"]
-                check_continued(continued(composed, job, choices), job, choices)
+                check_continued(continued(composed, job, choices), job)
         except Exception as error:
             # Hydra turns what a callback raises into a warning; this has to end the process.
             message = str(error) if isinstance(error, ConfigError) else explain(error, job)

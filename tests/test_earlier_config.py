@@ -103,6 +103,43 @@ def test_what_had_to_be_given_need_not_be_given_again(command, trained, mine, tm
     assert trained[1].logger["jsonl"]["path"] == "y/7.jsonl"
 
 
+OWN = """
+defaults: [{override /environment: null}]
+environment: {_target_: async_rl.environments.arithmetic.Arithmetic, digits: 2}
+"""
+
+
+def test_a_recipe_with_an_environment_of_its_own(command, trained, monkeypatch, tmp_path):
+    """As recipes/README.md teaches it; also where its folder is not known any more, or not yet again."""
+    (tmp_path / "recipes").mkdir()
+    (tmp_path / "recipes" / "own.yaml").write_text(OWN)
+    monkeypatch.setenv("ASYNC_RL_RECIPES", str(tmp_path / "recipes"))
+    code, _, err = command("+recipe=own", "model=tiny", "engine=transformers", "run_dir=x")
+    assert code == 0, err
+    first = without(trained.pop(), "resume", "max_steps")
+    monkeypatch.delenv("ASYNC_RL_RECIPES")
+    code, out, err = command("resume=true", "run_dir=x", "max_steps=7")
+    assert code == 0, err
+    assert out == (
+        "going on with the settings in x/config.yaml (recipe own is not among the recipes here); "
+        "changed: max_steps 18 -> 7\n"
+    )
+    monkeypatch.setenv("ASYNC_RL_RECIPES", str(tmp_path / "recipes"))
+    for said in (["max_steps=8"], ["+recipe=own", "max_steps=9"]):
+        code, out, err = command("resume=true", "run_dir=x", *said)
+        assert (code, "not among" in out) == (0, False), err
+    (tmp_path / "x" / "run.db").touch()
+    assert command("replay=x", "run_dir=y")[0] == 0
+    assert [without(c, "resume", "max_steps") for c in trained[:3]] == [first] * 3
+    for run in "xy":
+        record = json.loads((tmp_path / run / "run.json").read_text())
+        assert (record["recipe"], record["choices"]["environment"]) == ("own", None)
+    code, _, err = command("resume=true", "run_dir=x", "environment.digits=1")
+    assert code == 2
+    assert "environment.digits" in err
+    assert "resume_allow" in err
+
+
 def test_a_group_chosen_anew_does_not_take_what_has_to_be_given_from_another(command, trained, first):
     code, _, err = command("resume=true", "run_dir=x", "environment=custom")
     assert code == 2
