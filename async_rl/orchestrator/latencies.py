@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import json
 import math
-import sqlite3
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
+
+from async_rl.orchestrator.ledger_rows import LedgerError, reading
 
 _Z99 = 2.3263478740408408  # 99th percentile of the normal distribution
 
@@ -121,13 +122,17 @@ def read_run(path: str | Path) -> MeasuredRun:
         path = found[0]
     elif not path.is_file():
         raise FileNotFoundError(f"{path} does not exist: give a run directory, a run.db or a metrics.jsonl")
-    return _read_metrics(path) if path.suffix == ".jsonl" else _read_ledger(path)
+    if path.suffix == ".jsonl":
+        return _read_metrics(path)
+    try:
+        return _read_ledger(path)
+    except LedgerError as error:
+        raise ValueError(f"{path} is not the record of a run: {error}") from error
 
 
 def _read_ledger(path: Path) -> MeasuredRun:
-    db = sqlite3.connect(f"{path.absolute().as_uri()}?mode=ro", uri=True)
-    try:
-        groups: dict[int, list[float]] = {}
+    groups: dict[int, list[float]] = {}
+    with reading(path) as db:
         for group, seconds in db.execute(
             "SELECT group_id, ended_s - started_s FROM trajectories LEFT JOIN archived a USING (group_id) "
             "WHERE a.group_id IS NULL"
@@ -139,10 +144,6 @@ def _read_ledger(path: Path) -> MeasuredRun:
         steps = [(len(json.loads(ids)), end - start) for ids, start, end in db.execute(
             "SELECT group_ids, planned_s, ended_s FROM batches WHERE ended_s IS NOT NULL AND outcome = 'trained'"
         )]  # fmt: skip
-    except sqlite3.DatabaseError as error:
-        raise ValueError(f"{path} is not the record of a run: {error}") from error
-    finally:
-        db.close()
     lost = outcomes.get("filtered", 0) + outcomes.get("failed", 0)
     ended = lost + outcomes.get("trained", 0)
     return MeasuredRun(

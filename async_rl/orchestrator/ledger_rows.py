@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import shutil
 import sqlite3
 from array import array
 from collections.abc import Iterator, Sequence
 from contextlib import closing, contextmanager
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 from async_rl.types import RunError, Segment, Trajectory
@@ -70,7 +72,9 @@ def check_schema(db: sqlite3.Connection, path: Path) -> None:
 
 @contextmanager
 def reading(path: Path) -> Iterator[sqlite3.Connection]:
-    """A read-only connection that sees the record as of one moment, also while the run goes on.
+    """A connection that sees the record as of one moment, also while the run goes on, and leaves no trace of it.
+
+    So the directory may be one that can only be read, and a run that was killed is as it was afterwards.
 
     Raises:
         LedgerError: There is no such file, or it can't be read.
@@ -78,12 +82,31 @@ def reading(path: Path) -> Iterator[sqlite3.Connection]:
     if not path.is_file():
         raise LedgerError(f"{path} does not exist: give the directory of a run")
     try:
-        with closing(sqlite3.connect(f"{path.absolute().as_uri()}?mode=ro", uri=True, isolation_level=None)) as db:
+        with _traceless(path) as uri, closing(sqlite3.connect(uri, uri=True, isolation_level=None)) as db:
             db.execute("BEGIN")
             check_schema(db, path)
             yield db
     except sqlite3.Error as error:
         raise LedgerError(f"can't read the run's record {path}: {error}") from error
+
+
+@contextmanager
+def _traceless(path: Path) -> Iterator[str]:
+    """How SQLite opens a record with all that was committed, and makes or changes no file beside it.
+
+    With ``mode=ro`` alone it makes the index of the WAL (``-shm``), and a WAL, where they are missing.
+    """
+    file = path.resolve()
+    wal, index = (file.with_name(f"{file.name}{suffix}") for suffix in ("-wal", "-shm"))
+    if not wal.exists():  # nobody has it open: it was closed, which moves the WAL into the file
+        yield f"{file.as_uri()}?immutable=1"
+    elif index.exists():  # a run that goes on, whose locks hold, or one that was killed
+        yield f"{file.as_uri()}?mode=ro&readonly_shm=1"
+    else:  # a run that was killed, copied from its place without the index, without which no WAL is read
+        with TemporaryDirectory() as directory:
+            for original in (file, wal):
+                shutil.copyfile(original, Path(directory) / original.name)
+            yield f"{(Path(directory) / file.name).as_uri()}?mode=ro"
 
 
 def trajectory_row(group_id: int, t: Trajectory) -> tuple[Any, ...]:

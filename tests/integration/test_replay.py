@@ -73,6 +73,16 @@ def test_the_losses_of_a_replay_are_those_of_the_run_bit_for_bit(tiny_model_dir,
     assert not (tmp_path / "run.db").exists()
 
 
+def test_a_replay_leaves_the_run_it_reads_as_it_was(tiny_model_dir, tmp_path, recorded):
+    def state():
+        files = sorted(file for file in recorded.rglob("*") if file.is_file())
+        return [(str(file), file.stat().st_mtime_ns, file.stat().st_size) for file in files]
+
+    before = state()
+    trainer_for(tmp_path, max_steps=2, replay=recorded).fit(make_policy(tiny_model_dir))
+    assert state() == before
+
+
 def test_another_learning_rate_gives_other_losses_from_the_same_data(tiny_model_dir, tmp_path, recorded):
     trainer = trainer_for(tmp_path, max_steps=50, replay=recorded)
     trainer.fit(make_policy(tiny_model_dir, optimizer=lambda p: torch.optim.AdamW(p, lr=1e-2)))
