@@ -22,6 +22,9 @@ if TYPE_CHECKING:
 class RunProgress(RLCallback):
     """Prints a line per step; on a terminal, a live line below shows running, kept and what is being waited for.
 
+    The seconds of a step go from the end of the one before to its own, evaluations between them left out: these have a
+    line of their own. ``waited`` is the part of it in which there was no batch to train, ``time/wait_for_batch_s``.
+
     Args:
         every: Print every so many steps, >= 1.
     """
@@ -33,7 +36,7 @@ class RunProgress(RLCallback):
         self.console = Console(highlight=False, soft_wrap=True)
         self._live = Live(console=self.console, refresh_per_second=4, transient=True)
         self._step_began_s = time.monotonic()
-        self._waited_s = 0.0
+        self._evaluation_began_s = 0.0
         self._scale = RewardScale()
 
     @override
@@ -51,10 +54,12 @@ class RunProgress(RLCallback):
             self._live.start()
 
     @override
-    def on_train_batch_start(  # type: ignore[override]
-        self, trainer: AsyncRLTrainer, pl_module: LightningModule, batch: Batch, batch_idx: int
-    ) -> None:
-        self._waited_s = time.monotonic() - self._step_began_s
+    def on_validation_start(self, trainer: AsyncRLTrainer, pl_module: LightningModule) -> None:  # type: ignore[override]
+        self._evaluation_began_s = time.monotonic()
+
+    @override
+    def on_validation_end(self, trainer: AsyncRLTrainer, pl_module: LightningModule) -> None:  # type: ignore[override]
+        self._step_began_s += time.monotonic() - self._evaluation_began_s
 
     @override
     def on_train_batch_end(  # type: ignore[override]
@@ -63,7 +68,7 @@ class RunProgress(RLCallback):
         now_s = time.monotonic()
         step_s, self._step_began_s = now_s - self._step_began_s, now_s
         step = pl_module.last_step
-        waited_s = self._waited_s - step.metrics.get("train/ahead_s", 0.0)
+        waited_s = trainer.callback_metrics["time/wait_for_batch_s"]  # logged a moment ago, by RunLoop
         rewards = [t.reward for t in batch.trajectories]
         self._scale.see(rewards)
         if not step.updated:
