@@ -15,7 +15,7 @@ class EvaluationError(RunError):
 
 
 def report_failures(batch: EvalBatch, *, may_raise: bool) -> None:
-    """Log how many samples of an evaluation failed and why; nothing if none did.
+    """Log how many samples of an evaluation failed and why, at level debug with a traceback; nothing if none did.
 
     Args:
         batch: The evaluation.
@@ -23,7 +23,7 @@ def report_failures(batch: EvalBatch, *, may_raise: bool) -> None:
             when nothing is lost; later it would throw away what was trained, and is an error in the log instead.
 
     Raises:
-        EvaluationError: no sample finished, and ``may_raise``.
+        EvaluationError: no sample finished, and ``may_raise``; its cause is what the first one failed with.
     """
     failures = batch.failures
     finished = sum(len(result.trajectories) for result in batch.results)
@@ -41,9 +41,12 @@ def report_failures(batch: EvalBatch, *, may_raise: bool) -> None:
         + ", ".join(f"{reason} {n}x" for reason, n in reasons.most_common(5))
         + f"); the first one with {failures[0]}"
     )
+    if may_raise and not finished:
+        raise EvaluationError(
+            f"{what}. None finished, so there is nothing to measure; see rollout.* and environment.*"
+        ) from batch.first_error
+    log.debug("the first failed sample of the evaluation", exc_info=batch.first_error)
     if finished:
         log.warning("%s. They are not in the mean reward; reward_lower_bound counts them as 0", what)
-        return
-    if may_raise:
-        raise EvaluationError(f"{what}. None finished, so there is nothing to measure; see rollout.* and environment.*")
-    log.error("%s. None finished: this evaluation measured nothing, its mean reward is not a number", what)
+    else:
+        log.error("%s. None finished: this evaluation measured nothing, its mean reward is not a number", what)

@@ -215,11 +215,13 @@ class EvalResult:
         prompt: The task.
         trajectories: Samples that finished.
         failures: Samples that did not, one message each; they are reported beside the mean, never left out silently.
+        first_error: What the first of these failed with.
     """
 
     prompt: Prompt
     trajectories: tuple[Trajectory, ...]
     failures: tuple[str, ...] = ()
+    first_error: BaseException | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -247,6 +249,11 @@ class EvalBatch:
     def failures(self) -> list[str]:
         """Messages of the samples that failed."""
         return [failure for result in self.results for failure in result.failures]
+
+    @property
+    def first_error(self) -> BaseException | None:
+        """What the first of these samples failed with."""
+        return next((result.first_error for result in self.results if result.first_error is not None), None)
 
     def summary(self) -> dict[str, float]:
         """``version``, ``seconds``, and the numbers of :func:`async_rl.eval_summary.summarise`."""

@@ -19,6 +19,9 @@ RUNS = {
         "+callbacks.mine._target_=command_runs.BrokenCallback",
     ],
     "broken reward": ["environment=custom", "environment._target_=command_runs.BrokenReward"],
+    "broken reward in an evaluation": [
+        *("environment=custom", "environment._target_=command_runs.BrokenReward", "run.evaluation.at=ends"),
+    ],
     "no prompts": ["environment=custom", "environment._target_=command_runs.NoPrompts"],
     "no signal": [
         *("environment=custom", "environment._target_=command_runs.AlwaysRight"),
@@ -76,15 +79,24 @@ def test_1_is_an_error_a_callback_s_with_its_own_traceback(runs):
     assert printed.rstrip().endswith("ZeroDivisionError: a bug of mine")
 
 
-def test_a_reward_that_raises_shows_the_user_s_lines_and_what_it_ended(runs):
-    code, printed, reason, run_dir = runs["broken reward"]
+@pytest.mark.parametrize(
+    ("name", "ended"),
+    [
+        ("broken reward", "RolloutFailureError: 17 rollout attempts in a row failed (max_failures=16)"),
+        ("broken reward in an evaluation", "EvaluationError: evaluation at version 0: "),
+    ],
+)
+def test_a_reward_that_raises_shows_the_user_s_lines_and_what_it_ended(runs, name, ended):
+    code, printed, reason, run_dir = runs[name]
     assert code == 1
-    assert reason.startswith("RolloutFailureError: 17 rollout attempts in a row failed (max_failures=16)")
+    assert reason.startswith(ended)
     traceback = printed[printed.index("Traceback") :]
     assert 'return {}["missing key of mine"]' in traceback
     assert "lightning" not in traceback
     assert len(traceback.splitlines()) < 10
-    assert "lightning" in (run_dir / "run.log").read_text()  # all of it
+    log = (run_dir / "run.log").read_text()
+    assert 'return {}["missing key of mine"]' in log
+    assert "lightning" in log  # all of it
 
 
 def test_2_is_a_setting_that_is_refused_in_one_message_and_leaves_nothing(runs):

@@ -103,8 +103,9 @@ class Evaluation:
         for i, prompt in enumerate(self._prompts):
             flights = [self._landed[i * self._samples + sample] for sample in range(self._samples)]
             trajectories = tuple(t for f in flights for t in f.landed.values())
-            failures = tuple(f"{reason_of(e)}: {e}" for f in flights for e in f.given_up.values())
-            results.append(EvalResult(prompt, trajectories, failures))
+            errors = [e for f in flights for e in f.given_up.values()]
+            failures = tuple(f"{reason_of(e)}: {e}" for e in errors)
+            results.append(EvalResult(prompt, trajectories, failures, next(iter(errors), None)))
         return results
 
 

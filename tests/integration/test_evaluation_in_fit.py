@@ -107,6 +107,7 @@ def test_rollouts_start_beside_the_first_evaluation_only_where_it_has_an_engine_
 
 def test_failed_evaluation_samples_cost_the_run_nothing_and_are_told(tiny_model_dir, tmp_path, caplog):
     summary = RunSummary()
+    caplog.set_level("DEBUG", "async_rl")  # as run.log has it
     data = make_data(FailsLater(4), max_failures=0, max_retries=1, eval_samples=2)
     trainer = make_trainer(tmp_path, max_steps=3, evaluate_at="ends", callbacks=[summary])
     trainer.fit(make_policy(tiny_model_dir), datamodule=data)
@@ -115,15 +116,16 @@ def test_failed_evaluation_samples_cost_the_run_nothing_and_are_told(tiny_model_
     assert (last["failures"], last["samples"], last["reward_lower_bound"]) == (4, 0, 0.0)
     assert math.isnan(last["reward"])
     assert "evaluation at version 3: 4 of 4 samples failed" in caplog.text
-    assert "the judge is away" in caplog.text
+    assert 'raise ValueError("the judge is away")' in caplog.text  # where
     assert summary.figures["eval_end_failures"] == 4
     assert outcomes(tmp_path) == {"trained": 6}
 
 
 def test_a_first_evaluation_that_measures_nothing_ends_the_run(tiny_model_dir, tmp_path):
     trainer = make_trainer(tmp_path, evaluate_at="ends")
-    with pytest.raises(EvaluationError, match=r"8 of 8 samples failed.*the judge is away"):
+    with pytest.raises(EvaluationError, match=r"8 of 8 samples failed.*the judge is away") as raised:
         trainer.fit(make_policy(tiny_model_dir), datamodule=make_data(FailsLater()))
+    assert str(raised.value.__cause__) == "the judge is away"
     assert trainer.end.exit_code == 1
     assert outcomes(tmp_path) == {}
 
