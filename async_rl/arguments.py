@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from async_rl.config import EvaluationConfig, Problem, RolloutConfig, RunConfig, RunSettings, keys_of
-from async_rl.config_check import type_fault
+from async_rl.value_types import type_fault
 
 _UNDER_ITS_OWN_NAME: Mapping[type[Any], tuple[str, ...]] = {
     RunConfig: (

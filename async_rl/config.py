@@ -209,8 +209,8 @@ class RunConfig:
     optimizer: Annotated[Component, Key("the optimizer, its schedule and clipping")]
     rollout: Annotated[RolloutConfig, Key("how rollouts run, fail and end")]
     run: Annotated[RunSettings, Key("evaluation, checkpoints, time-outs, guards")]
-    callbacks: Annotated[Mapping[str, Component | None], Key("Lightning callbacks by name; null leaves one out")]
-    logger: Annotated[Mapping[str, Component | None], Key("Lightning loggers by name; null leaves one out")]
+    callbacks: Annotated[Mapping[str, Any], Key("Lightning callbacks by name; null leaves one out")]
+    logger: Annotated[Mapping[str, Any], Key("Lightning loggers by name; null leaves one out")]
 
     @property
     def effective_admit_ahead(self) -> int:

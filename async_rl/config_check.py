@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
-import types
 import typing
 from collections.abc import Iterable, Iterator, Mapping
-from numbers import Integral, Real
-from typing import Any, Literal, TypeVar
+from typing import Any, TypeVar
 
 from async_rl.config import (
     COMPONENT_RANGES,
@@ -24,9 +22,9 @@ from async_rl.config import (
 from async_rl.config_engine import engine_rules
 from async_rl.resume_rules import MEANING, may_be_allowed
 from async_rl.staleness_rules import staleness_problems
+from async_rl.value_types import is_number, type_fault
 
 T = TypeVar("T")
-ANY_NUMBER = Range()
 
 
 def parse(config: Mapping[str, Any]) -> RunConfig:
@@ -45,7 +43,7 @@ def parse(config: Mapping[str, Any]) -> RunConfig:
     for path, allowed in COMPONENT_RANGES.items():
         value = _select(config, path)
         # What is no number is told by the signatures of the targets, but torch's optimizers leave theirs open.
-        wrong = value not in allowed if _is_number(value) else value is not None and path.startswith("optimizer.")
+        wrong = value not in allowed if is_number(value) else value is not None and path.startswith("optimizer.")
         if wrong:
             problems.append(Problem(path, f"{value!r} is not possible; give a number {allowed}"))
     problems.extend(_contradictions(parsed))
@@ -97,52 +95,6 @@ def _parse_section(schema: type[T], node: Any, path: str, problems: list[Problem
                 problems.append(Problem(f"{prefix}{name}", f"{node[name]!r} is not possible; give {fault}"))
             values[name] = node[name]
     return schema(**values) if len(problems) == before else None
-
-
-def type_fault(value: Any, annotation: Any, allowed: Range = ANY_NUMBER) -> str:
-    """What ``annotation`` and ``allowed`` ask for, if ``value`` is not that; empty if it is, or if it can't be told."""
-    options = typing.get_args(annotation) if _is_union(annotation) else (annotation,)
-    if any(_matches(value, option) for option in options):
-        return "" if not _is_number(value) or value in allowed else f"a number {allowed}"
-    wanted = " or ".join(_describe(option) for option in options)
-    return f"{wanted} {allowed}".rstrip() if int in options or float in options else wanted
-
-
-def _matches(value: Any, annotation: Any) -> bool:
-    origin = typing.get_origin(annotation)
-    if annotation is None or annotation is types.NoneType:
-        return value is None
-    if origin is Literal:
-        return any(value == a and type(value) is type(a) for a in typing.get_args(annotation))
-    if annotation is float:
-        return _is_number(value)
-    if annotation is int:
-        return isinstance(value, Integral) and not isinstance(value, bool)
-    if annotation in (str, bool):
-        return isinstance(value, annotation)
-    if origin is list:
-        (item,) = typing.get_args(annotation)
-        return isinstance(value, list | tuple) and all(_matches(v, item) for v in value)
-    if origin is not None and isinstance(origin, type) and issubclass(origin, Mapping):
-        return isinstance(value, Mapping)
-    return True
-
-
-def _describe(annotation: Any) -> str:
-    if typing.get_origin(annotation) is Literal:
-        return "one of " + ", ".join(str(a) for a in typing.get_args(annotation))
-    if typing.get_origin(annotation) is list:
-        return "a list"
-    words = {int: "a whole number", float: "a number", bool: "true or false", str: "a text", types.NoneType: "null"}
-    return words.get(annotation, "a section with keys of its own")
-
-
-def _is_union(annotation: Any) -> bool:
-    return typing.get_origin(annotation) in (typing.Union, types.UnionType)
-
-
-def _is_number(value: Any) -> typing.TypeGuard[float]:
-    return isinstance(value, Real) and not isinstance(value, bool)
 
 
 def _select(config: Mapping[str, Any], path: str) -> Any:
@@ -279,7 +231,7 @@ def _sampling_rules(c: RunConfig) -> Iterator[Problem]:
 
 def _budget_rules(c: RunConfig) -> Iterator[Problem]:
     longest, context, generated = c.engine.get("max_model_len"), c.rollout.max_context, c.rollout.max_generated_tokens
-    if _is_number(longest) and context is not None and context > longest:
+    if is_number(longest) and context is not None and context > longest:
         yield Problem(
             "rollout.max_context",
             f"{context} is more than engine.max_model_len={longest} can hold; raise that, or lower it",
@@ -292,7 +244,7 @@ def _budget_rules(c: RunConfig) -> Iterator[Problem]:
         key = f"{section}.sampling.max_tokens"
         limits = ((f"{path}.max_model_len", node.get("max_model_len")), ("rollout.max_context", context))
         for name, limit in limits:
-            if _is_number(limit) and sampling.max_tokens >= limit:
+            if is_number(limit) and sampling.max_tokens >= limit:
                 yield Problem(
                     key,
                     f"{sampling.max_tokens} leaves no room for a prompt in {name}={limit}; raise {name} or lower it",
@@ -320,7 +272,7 @@ def _mixture_rules(c: RunConfig) -> Iterator[Problem]:
             close = nearest(str(name), map(str, c.environment))
             hint = f"; did you mean {key}.{close}? There are" if close else "; there are"
             yield Problem(f"{key}.{name}", f"there is no environment {name}{hint} {names}")
-        elif not _is_number(weight) or weight not in Range(gt=0):
+        elif not is_number(weight) or weight not in Range(gt=0):
             yield Problem(f"{key}.{name}", f"{weight!r} is not possible; give a number > 0, or leave it out of both")
     if without := [str(name) for name in c.environment if name not in mixture]:
         one_each = ", ".join(f"{name}: {mixture.get(name, 1)}" for name in c.environment)

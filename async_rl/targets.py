@@ -10,10 +10,12 @@ import inspect
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Optional
 
+from async_rl.annotations import annotated_type
 from async_rl.config import ConfigError, OptimizerExtras, Problem, RunConfig, keys_of
-from async_rl.config_check import nearest, type_fault, unknown_key
+from async_rl.config_check import nearest, unknown_key
+from async_rl.value_types import type_fault
 
 HYDRA_KEYS = frozenset({"_target_", "_partial_", "_args_", "_recursive_", "_convert_"})
 TRAINER_ARGUMENTS = (
@@ -163,15 +165,29 @@ def _locate(target: str) -> Any:
 
 def _signature(found: Any) -> Parameters | None:
     try:
-        parameters = inspect.signature(found).parameters.values()
+        parameters = _evaluated(found).parameters.values()
+        named = [p for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
+        annotations = {p.name: _given_type(p) for p in named}
     except (TypeError, ValueError):
         return None
-    named = [p for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
     return Parameters(
-        annotations={p.name: None for p in named},
+        annotations=annotations,
         required=frozenset(p.name for p in named if p.default is p.empty),
         open=any(p.kind is p.VAR_KEYWORD for p in parameters),
     )
+
+
+def _evaluated(found: Any) -> inspect.Signature:
+    try:
+        return inspect.signature(found, eval_str=True)
+    except Exception:  # an annotation may be any text, such as a name that is imported for type checkers only
+        return inspect.signature(found)
+
+
+def _given_type(parameter: inspect.Parameter) -> Any:
+    if parameter.annotation is parameter.empty or isinstance(parameter.annotation, str):
+        return None
+    return Optional[parameter.annotation] if parameter.default is None else parameter.annotation  # noqa: UP045
 
 
 def _from_source(target: str) -> Parameters | None:
@@ -260,7 +276,7 @@ def _from_fields(module: str, node: ast.ClassDef) -> Parameters | None:
                 continue
             if isinstance(item.value, ast.Call):  # field(...): may be kept out of the constructor
                 return None
-            annotations[item.target.id] = _annotation(module, item.annotation)
+            annotations[item.target.id] = _annotation(module, item.annotation, item.value)
             if item.value is None:
                 required.add(item.target.id)
     return Parameters(annotations, frozenset(required), open=False)
@@ -271,28 +287,30 @@ def _from_arguments(module: str, arguments: ast.arguments, skip: int) -> Paramet
     optional = positional[len(positional) - len(arguments.defaults) :] if arguments.defaults else []
     required = {a.arg for a in positional if a not in optional}
     required |= {a.arg for a, d in zip(arguments.kwonlyargs, arguments.kw_defaults, strict=True) if d is None}
+    pairs = [
+        *zip(optional, arguments.defaults, strict=True),
+        *zip(arguments.kwonlyargs, arguments.kw_defaults, strict=True),
+    ]
+    defaults = {a.arg: default for a, default in pairs}
     return Parameters(
-        annotations={a.arg: _annotation(module, a.annotation) for a in [*positional, *arguments.kwonlyargs]},
+        annotations={
+            a.arg: _annotation(module, a.annotation, defaults.get(a.arg)) for a in [*positional, *arguments.kwonlyargs]
+        },
         required=frozenset(required),
         open=arguments.kwarg is not None,
     )
 
 
-def _annotation(module: str, node: ast.expr | None) -> Any:
-    """The type an annotation stands for, if it is made of plain values; ``None``: not known."""
-    if isinstance(node, ast.Constant) and node.value is None:
-        return type(None)
-    if isinstance(node, ast.BinOp) and isinstance(node.op, ast.BitOr):
-        left, right = _annotation(module, node.left), _annotation(module, node.right)
-        return None if left is None or right is None else left | right
-    if isinstance(node, ast.Subscript) and ast.unparse(node.value) == "Literal":
-        return Literal[ast.literal_eval(node.slice)]
-    if isinstance(node, ast.Name):
-        plain = {"int": int, "float": float, "str": str, "bool": bool}
-        if node.id in plain:
-            return plain[node.id]
-        source = _source(module)
-        for item in source[0].body if source else ():
-            if isinstance(item, ast.Assign) and any(isinstance(t, ast.Name) and t.id == node.id for t in item.targets):
-                return _annotation(module, item.value)
+def _annotation(module: str, node: ast.expr | None, default: ast.expr | None) -> Any:
+    """The type an annotation in a module stands for, and null where that is the default; ``None``: not known."""
+    found = annotated_type(node, functools.partial(_defined, module))
+    nullable = isinstance(default, ast.Constant) and default.value is None
+    return Optional[found] if nullable and found is not None else found  # noqa: UP045
+
+
+def _defined(module: str, name: str) -> ast.expr | None:
+    source = _source(module)
+    for item in source[0].body if source else ():
+        if isinstance(item, ast.Assign) and any(isinstance(t, ast.Name) and t.id == name for t in item.targets):
+            return item.value
     return None

@@ -167,14 +167,14 @@ def test_a_wrong_name_is_refused_with_the_nearest_right_one(override, nearest_na
         ("stale_policy=hope", "one of wait, mask, allow"),
         ("resume=maybe", "true or false"),
         ("rollout.sampling.top_p=1.5", "a number > 0 and <= 1"),
-        ("rollout.sampling.stop=x", "a list"),
+        ("rollout.sampling.stop=x", "a list of strings, e.g. [x]"),
         ("rollout.max_turns=0", "a number >= 1"),
         ("rollout.max_generated_tokens=0", "a number >= 1"),
         ("rollout.max_context=1", "a number >= 2"),
         ("rollout.template_rewrite=ignore", "one of refuse, split"),
         ("run.max_engine_restarts=-1", "a number >= 0"),
         ("run.stall_timeout_s=0", "a number > 0"),
-        ("model.name_or_path=[a]", "a text"),
+        ("model.name_or_path=[a]", "a string"),
         ("optimizer.lr=0", "a number > 0"),
         ("optimizer.lr=abc", "a number > 0"),
         ("optimizer.lr_schedule=cosin", "one of constant, linear, cosine"),
@@ -356,6 +356,8 @@ def test_recipes_that_cannot_be_used_are_named(tmp_path, monkeypatch, case):
 # _target_ nodes
 
 USER_MODULE = """
+    from dataclasses import dataclass, field
+
     from async_rl.environments.base import SingleTurn
 
     class Shout(SingleTurn):
@@ -365,6 +367,13 @@ USER_MODULE = """
         def prompts(self, split): ...
         def messages(self, prompt): ...
         def reward(self, prompt, completion): ...
+
+    class Typed(Shout):
+        def __init__(self, words: list[str], weights: "dict[str, float]" = None): ...
+
+    @dataclass
+    class Imported:
+        words: "list[str]" = field(default_factory=list)
 
     class Anything:
         def __init__(self, **kwargs): ...
@@ -413,6 +422,19 @@ def user_module(tmp_path, monkeypatch):
             "did you mean environment.reward.scale",
         ),
         ("{one: {_target_: MODULE.Shout, words: [a], lod: 1}}", "environment.one.lod"),
+        (
+            "{_target_: MODULE.Typed, words: tree}",
+            "environment.words: 'tree' is not possible; give a list of strings, e.g. [tree] (from",
+        ),
+        (
+            "{_target_: MODULE.Typed, words: [1, 2]}",
+            "environment.words: [1, 2] is not possible; give a list of strings",
+        ),
+        (
+            "{_target_: MODULE.Typed, words: [a], weights: {a: b}}",
+            "environment.weights: {'a': 'b'} is not possible; give a section of numbers or null, e.g. {a: 0.5}",
+        ),
+        ("{_target_: MODULE.Imported, words: 3}", "environment.words: 3 is not possible; give a list of strings"),
     ],
 )
 def test_keys_of_a_users_target_are_checked_against_its_signature(tmp_path, monkeypatch, user_module, node, message):
@@ -431,6 +453,16 @@ def test_a_users_targets_that_are_right_pass(tmp_path, monkeypatch, user_module)
         "defaults: [{override /environment: null}]\n"
         f"environment: {{_target_: {user_module}.Shout, words: [a]}}\n"
         f"callbacks: {{mine: {{_target_: {user_module}.Anything, whatever: 1}}}}\n"
+    )
+    monkeypatch.setenv(compose.RECIPES_VARIABLE, str(tmp_path))
+    composed("+recipe=mine")
+
+
+@pytest.mark.parametrize("words", ["[]", "[a, '1']", "{_target_: builtins.list}"])
+def test_a_users_lists_that_are_right_pass(tmp_path, monkeypatch, user_module, words):
+    (tmp_path / "mine.yaml").write_text(
+        "defaults: [{override /environment: null}]\n"
+        f"environment: {{_target_: {user_module}.Typed, words: {words}, weights: null}}\n"
     )
     monkeypatch.setenv(compose.RECIPES_VARIABLE, str(tmp_path))
     composed("+recipe=mine")
