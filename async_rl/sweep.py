@@ -18,7 +18,7 @@ from omegaconf import DictConfig, open_dict
 from async_rl.compose import check_choices, check_continued, explain, report
 from async_rl.config import ConfigError
 from async_rl.earlier_config import RECORD, continued
-from async_rl.reward_scale import shown_evaluation
+from async_rl.reward_text import mean_reward
 from async_rl.run_end import EXIT_CONFIG
 
 
@@ -106,6 +106,6 @@ def _result(run_dir: Path, code: int) -> str:
         return f"no result in {run_dir}"
     figures = record["summary"]
     told = [f"{figures['steps']} steps"] if figures else []
-    told += [f"evaluation {shown_evaluation(figures, 'eval_end')}"] if "eval_end" in figures else []
+    told += [f"evaluation {mean_reward(figures['eval_end'])}"] if "eval_end" in figures else []
     told += [f"exit code {record['exit_code']}: {record['exit_reason'].splitlines()[0]}"] if record["exit_code"] else []
     return ", ".join([*told, str(run_dir)])

@@ -23,7 +23,7 @@ def ended(monkeypatch):
 
 
 def test_each_job_is_announced_and_the_end_lists_what_came_of_them(command, ended):
-    figures = {"steps": 2, "eval_end": 0.5, "reward_min": 0.0, "reward_max": 1.0}
+    figures = {"steps": 2, "eval_end": 0.5}
     ended += [(0, "max_steps=2 reached", figures), (1, "KeyError: 'x'\nmore", {})]
     code, out, err = command("-m", "max_staleness=0,2", "model=tiny", "run_dir=sweep")
     assert (code, err) == (1, "")
@@ -33,7 +33,7 @@ def test_each_job_is_announced_and_the_end_lists_what_came_of_them(command, ende
         "job 2 of 2: max_staleness=2",
         "",
         "results of the sweep: sweep",
-        "  max_staleness=0  2 steps, evaluation 50.0%, sweep/0",
+        "  max_staleness=0  2 steps, evaluation 0.500, sweep/0",
         "  max_staleness=2  exit code 1: KeyError: 'x', sweep/1",
     ]
 

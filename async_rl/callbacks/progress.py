@@ -12,7 +12,7 @@ from rich.text import Text
 from typing_extensions import override
 
 from async_rl.callbacks.base import RLCallback
-from async_rl.reward_scale import RewardScale
+from async_rl.reward_text import mean_reward
 from async_rl.types import Batch, EvalBatch
 
 if TYPE_CHECKING:
@@ -37,11 +37,10 @@ class RunProgress(RLCallback):
         self._live = Live(console=self.console, refresh_per_second=4, transient=True)
         self._step_began_s = time.monotonic()
         self._evaluation_began_s = 0.0
-        self._scale = RewardScale()
 
     @override
     def setup(self, trainer: AsyncRLTrainer, pl_module: LightningModule, stage: str) -> None:  # type: ignore[override]
-        if trainer.replay is None and not trainer.nothing_to_train:
+        if trainer.replay is None and (trainer.makes_up or not trainer.nothing_to_train):
             self.console.print("starting the engine and loading the first weights ...")
 
     @override
@@ -70,7 +69,6 @@ class RunProgress(RLCallback):
         step = pl_module.last_step
         waited_s = trainer.callback_metrics["time/wait_for_batch_s"]  # logged a moment ago, by RunLoop
         rewards = [t.reward for t in batch.trajectories]
-        self._scale.see(rewards)
         if not step.updated:
             self.console.print(f"[yellow]batch {batch_idx} not trained: {step.reason}[/yellow]")
         elif trainer.global_step % self.every == 0:
@@ -95,9 +93,8 @@ class RunProgress(RLCallback):
         dataloader_idx: int = 0,
     ) -> None:
         e = batch.summary()
-        self._scale.see(batch.rewards)
         failed = f", {e['failures']:.0f} failed" if e["failures"] else ""
-        what = f"{self._scale.show(e['reward'])}[/bold]" + (" mean reward" if e["samples"] else "")
+        what = f"{mean_reward(e['reward'])}[/bold]" + (" mean reward" if e["samples"] else "")
         if passes := [(name, share) for name, share in e.items() if name.startswith("pass@") and "/" not in name]:
             what += ", {} {:.1%}".format(*passes[-1])
         self.console.print(

@@ -16,8 +16,8 @@ from rich.table import Table
 from typing_extensions import override
 
 from async_rl.callbacks.base import RLCallback
-from async_rl.reward_scale import RewardScale, shown_evaluation
-from async_rl.types import Batch, EvalBatch
+from async_rl.reward_text import mean_reward
+from async_rl.types import Batch
 
 if TYPE_CHECKING:
     from async_rl.trainer import AsyncRLTrainer
@@ -68,7 +68,6 @@ class RunSummary(RLCallback):
         self._tokens_by_age: Counter[int] = Counter()
         self._began_s = time.monotonic()
         self._step_ends_s: list[float] = []
-        self._scale = RewardScale()
 
     @override
     def on_train_start(self, trainer: AsyncRLTrainer, pl_module: LightningModule) -> None:  # type: ignore[override]
@@ -76,7 +75,6 @@ class RunSummary(RLCallback):
 
     @override
     def on_batch_planned(self, trainer: AsyncRLTrainer, policy: LightningModule, batch: Batch) -> None:
-        self._scale.see(t.reward for t in batch.trajectories)
         for trajectory in batch.trajectories:
             for s in trajectory.segments:
                 if s.version is not None:  # masked tokens are not trained
@@ -87,18 +85,6 @@ class RunSummary(RLCallback):
         self, trainer: AsyncRLTrainer, pl_module: LightningModule, outputs: Any, batch: Batch, batch_idx: int
     ) -> None:
         self._step_ends_s.append(time.monotonic())
-
-    @override
-    def on_validation_batch_end(  # type: ignore[override]
-        self,
-        trainer: AsyncRLTrainer,
-        pl_module: LightningModule,
-        outputs: Any,
-        batch: EvalBatch,
-        batch_idx: int,
-        dataloader_idx: int = 0,
-    ) -> None:
-        self._scale.see(batch.rewards)
 
     @override
     def on_train_end(self, trainer: AsyncRLTrainer, pl_module: LightningModule) -> None:  # type: ignore[override]
@@ -120,8 +106,6 @@ class RunSummary(RLCallback):
             "age_bound": "none" if bound is None else bound,
             "train_s": session.overlap.train_s,
             **_groups(trainer),
-            "reward_min": self._scale.low,
-            "reward_max": self._scale.high,
         }
         if trainer.replay is None:
             self.figures |= {
@@ -133,17 +117,8 @@ class RunSummary(RLCallback):
             }
         else:
             self.figures["replayed"] = trainer.datamodule.run.described(trainer.global_step)  # type: ignore[attr-defined]
-        first, last = trainer.evaluations[:1], trainer.evaluations[-1:]
-        for name, found, version in (
-            ("eval_start", first, session.first_version),
-            ("eval_end", last, trainer.global_step),
-        ):
-            if found and found[0]["version"] == version:
-                self.figures |= {
-                    name: found[0]["reward"],
-                    f"{name}_version": version,
-                    f"{name}_failures": found[0]["failures"],
-                }
+        self.figures |= trainer.evaluated.told("eval_start", session.first_version)
+        self.figures |= trainer.evaluated.told("eval_end", trainer.global_step)
 
     @override
     def teardown(self, trainer: AsyncRLTrainer, pl_module: LightningModule, stage: str) -> None:  # type: ignore[override]
@@ -166,7 +141,7 @@ class RunSummary(RLCallback):
         for name, title in (("eval_start", "evaluation, start"), ("eval_end", "evaluation, end")):
             if name in f:
                 failed = f", {f[f'{name}_failures']:.0f} samples failed" if f[f"{name}_failures"] else ""
-                table.add_row(title, f"{shown_evaluation(f, name)} (version {f[f'{name}_version']:.0f}{failed})")
+                table.add_row(title, f"{mean_reward(float(f[name]))} (version {f[f'{name}_version']:.0f}{failed})")
         if "replayed" in f:
             table.add_row("replayed", str(f["replayed"]))
         shown = {"saved": "saved for a resume"}
