@@ -31,7 +31,7 @@ from async_rl.run_end import EXIT_CONFIG, EXIT_ERROR, EXIT_FINISHED, EXIT_INTERR
 from async_rl.run_header import run_facts
 from async_rl.run_record import RunRecord
 from async_rl.signals import terminating_interrupts
-from async_rl.sweep import JobEnd
+from async_rl.sweep import JobEnd, never_began
 from async_rl.targets import parameters_of, refused_by
 from async_rl.types import SettingError
 
@@ -81,6 +81,9 @@ def _job(config: DictConfig, command: Sequence[str]) -> JobEnd:
     sweep, chosen = hydra_config.mode == RunMode.MULTIRUN, hydra_config.runtime.choices
     if sweep:
         config.run_dir = f"{config.run_dir}/{hydra_config.job.num}"
+        if config.resume and never_began(Path(config.run_dir)):
+            config.resume = False
+            print(f"there is no run in {config.run_dir} yet: it begins now", flush=True)
     try:
         settings = continued(config, hydra_config.overrides.task, chosen)
         checked = compose.check_continued(settings, hydra_config.overrides.task)

@@ -19,7 +19,7 @@ from async_rl.compose import check_choices, check_continued, explain, report
 from async_rl.config import ConfigError
 from async_rl.earlier_config import RECORD, continued
 from async_rl.reward_text import mean_reward
-from async_rl.run_end import EXIT_CONFIG
+from async_rl.run_end import EXIT_CONFIG, EXIT_INTERRUPTED
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,6 +76,8 @@ class Sweep(Callback):
         if end.interrupted:
             of = f" of {len(self._jobs)}" if self._jobs else ""
             self._print_results(f"results of the sweep, which ends with job {len(self._ended)}{of}")
+            if job_return.cfg.replay is None:  # a replay is not gone on with
+                print(self._how_to_go_on(), flush=True)
             raise SystemExit(end.code)
 
     def on_multirun_end(self, config: DictConfig, **kwargs: Any) -> None:
@@ -89,6 +91,14 @@ class Sweep(Callback):
         lines = [f"  {name:<{width}}  {_result(path, end.code)}" for name, path, end in self._ended]
         print("\n".join([f"\n{title}: {directory}", *lines]), flush=True)
 
+    def _how_to_go_on(self) -> str:
+        _, last, end = self._ended[-1]
+        first = "" if end.code == EXIT_INTERRUPTED else f"delete {last}, which holds nothing to go on from, then "
+        if len({path.parent for _, path, _ in self._ended}) > 1:  # one run_dir would mix up the recipes' own
+            return f"to go on with a job: {first}resume=true and its directory as run_dir"
+        jobs = f"all {len(self._jobs)} jobs" if self._jobs else "all jobs"
+        return f"to go on with {jobs}: {first}the same command with resume=true run_dir={last.parent}"
+
     def _name(self, config: DictConfig) -> str:
         """What tells the job from the others."""
         own = list(config.hydra.overrides.task)
@@ -96,8 +106,13 @@ class Sweep(Callback):
         return " ".join(swept or own)
 
 
+def never_began(run_dir: Path) -> bool:
+    """Whether a job has no run yet, but others of its sweep have: an interruption came before it."""
+    return not (run_dir / RECORD).is_file() and any(run_dir.parent.glob(f"*/{RECORD}"))
+
+
 def _result(run_dir: Path, code: int) -> str:
-    """Steps, last evaluation and directory of a run, and how it ended where it did not finish."""
+    """Version, last evaluation and directory of a run, and how it ended where it did not finish."""
     if code == EXIT_CONFIG:
         return f"exit code {code}: refused, see above"  # what is in its directory is another run's
     try:
@@ -105,7 +120,7 @@ def _result(run_dir: Path, code: int) -> str:
     except (OSError, ValueError):
         return f"no result in {run_dir}"
     figures = record["summary"]
-    told = [f"{figures['steps']} steps"] if figures else []
+    told = [f"version {figures['version']}"] if figures else []
     told += [f"evaluation {mean_reward(figures['eval_end'])}"] if "eval_end" in figures else []
     told += [f"exit code {record['exit_code']}: {record['exit_reason'].splitlines()[0]}"] if record["exit_code"] else []
     return ", ".join([*told, str(run_dir)])
