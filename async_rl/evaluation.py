@@ -1,7 +1,8 @@
-"""One evaluation of a run: the newest weights, checked where they are served first, sampled, its failures told."""
+"""Evaluations of a run: which one it owes, and how one is made: weights checked, sampled, its failures told."""
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING
@@ -11,6 +12,59 @@ from async_rl.types import EvalBatch
 
 if TYPE_CHECKING:
     from async_rl.trainer import AsyncRLTrainer
+
+log = logging.getLogger(__name__)
+_MADE_UP = "the evaluation at version %d was not finished: it is made up for"
+
+
+def only_evaluates(trainer: AsyncRLTrainer) -> bool:
+    """Where nothing is left to train: say so, and whether an evaluation is owed, for which Lightning is made to begin.
+
+    Args:
+        trainer: Before Lightning begins, the record read.
+    """
+    if not trainer.nothing_to_train:
+        return False
+    version = trainer.start_version
+    owed = _is_owed(trainer, version, batches=version)
+    too = f"; {_MADE_UP % version}" if owed else ""
+    log.warning("nothing to train: %s%s", trainer.nothing_to_train, too)
+    if owed:  # at max_steps Lightning would end before on_train_start, which sets it right again
+        trainer.fit_loop.epoch_loop.max_steps = max(trainer.max_steps, version + 1)
+    return owed
+
+
+def evaluate_if_owed(trainer: AsyncRLTrainer) -> None:
+    """Before the first batch: make the evaluation at version 0, or up for one that an earlier process did not finish.
+
+    Args:
+        trainer: In a live session that has trained nothing yet.
+    """
+    version = trainer.global_step
+    if _is_owed(trainer, version, batches=trainer.fit_loop.total_batch_idx + 1):
+        if version:
+            log.info(_MADE_UP, version)
+        evaluate_now(trainer)
+
+
+def _is_owed(trainer: AsyncRLTrainer, version: int, batches: int) -> bool:
+    """Whether an evaluation is due at the version the run goes on from, and was not finished.
+
+    ``batches`` is how many it had until there, which is what Lightning counts for ``eval_every``.
+    """
+    if version in trainer.evaluated.finished:
+        return False
+    if trainer.evaluate_at == "ends" and (version == 0 or trainer.nothing_to_train):
+        return True
+    return bool(trainer.resume and version and trainer.eval_every and batches % trainer.eval_every == 0)
+
+
+def evaluate_now(trainer: AsyncRLTrainer) -> None:
+    """Run Lightning's validation loop outside its schedule: before a step, or after the last."""
+    trainer.validating = True
+    trainer.fit_loop.epoch_loop.val_loop.restarting = False  # it begins, whatever a checkpoint says of another one
+    trainer.fit_loop.epoch_loop.val_loop.run()
+    trainer.training = True
 
 
 def evaluate(trainer: AsyncRLTrainer, poll: Callable[[], None]) -> EvalBatch:

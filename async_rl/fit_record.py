@@ -49,7 +49,8 @@ def recorded(
         finally:
             trainer.shutdown.before_exit.remove(record.finish)
             if trainer.nothing_to_train:
-                record.keep_results(trainer.start_version)
+                version, evaluated = trainer.start_version, trainer.evaluated
+                record.keep_results(version, evaluated.finished.get(version, {}), evaluated.told("eval_end", version))
             else:
                 summaries = [c for c in trainer.callbacks if isinstance(c, RunSummary)]  # type: ignore[attr-defined]
                 record.add_results(trainer.evaluations, summaries[0].figures if summaries else {})

@@ -88,14 +88,23 @@ class RunRecord:
         self._content["summary"] = dict(summary)
         self._write()
 
-    def keep_results(self, version: int) -> None:
-        """Nothing was trained: the results of the process that brought the run to ``version`` stay those of the run."""
+    def keep_results(self, version: int, evaluation: Mapping[str, float], told: Mapping[str, float]) -> None:
+        """Nothing was trained: the results of the process that brought the run to ``version`` stay those of the run.
+
+        Args:
+            version: Where the run stands.
+            evaluation: The evaluation there, by whatever process, which may have been killed since; empty without one.
+            told: Its figures in the summary.
+        """
+        evaluations: list[Any] = []
+        summary: dict[str, Any] = {"steps": 0, "start_version": version, "version": version} if told else {}
         for before in reversed(self._content["earlier"]):
-            if (
-                before.get("summary", {}).get("version") == version
-            ):  # else it was killed, and those are of an older version
-                self.add_results(before.get("evaluations", []), before["summary"])
-                return
+            if before.get("summary", {}).get("version") == version:  # else it was killed, and those are of an older one
+                evaluations, summary = list(before.get("evaluations", [])), before["summary"]
+                break
+        if evaluation and all(e["version"] != version for e in evaluations):
+            evaluations.append(evaluation)
+        self.add_results(evaluations, {**summary, **told})
 
     def finish(self, reason: str, exit_code: int) -> None:
         """Write down how the run ended; where that is impossible, a warning says so."""

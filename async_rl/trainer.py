@@ -19,11 +19,12 @@ from async_rl.callbacks.base import RLCallback
 from async_rl.callbacks.checkpoint import RunCheckpoint, latest_checkpoint, version_in
 from async_rl.checkpoint_io import DurableCheckpointIO
 from async_rl.datamodule import RolloutDataModule
-from async_rl.evaluation import evaluate
+from async_rl.evaluation import evaluate, evaluate_if_owed, only_evaluates
 from async_rl.fit_record import recorded
 from async_rl.lightning_arguments import lightning_arguments
 from async_rl.orchestrator.garbage import rare_collections
 from async_rl.policy import PolicyModule
+from async_rl.record_evaluations import RecordedEvaluations
 from async_rl.replay import ReplayDataModule, open_replay
 from async_rl.resume_rules import check_arguments, check_directory
 from async_rl.run_end import EXIT_ERROR, EXIT_FINISHED, EXIT_INTERRUPTED, RunEnd, RunInterrupted, announce
@@ -97,6 +98,8 @@ class AsyncRLTrainer(pl.Trainer):
         evaluations: The figures of each evaluation, oldest first.
         start_version: The version the last ``fit`` went on from; 0 without a checkpoint.
         nothing_to_train: Why it had nothing to train; empty where it had.
+        evaluated: The evaluations the run has finished, those of earlier processes included.
+        makes_up: Whether it had nothing to train but the last evaluation to make up for.
 
     Example:
         >>> trainer = AsyncRLTrainer(max_steps=200, max_staleness=4)
@@ -163,6 +166,9 @@ class AsyncRLTrainer(pl.Trainer):
         self._sessions: list[RolloutSession] = []
         self.start_version = 0
         self.nothing_to_train = ""
+        self.evaluated = RecordedEvaluations()
+        self.makes_up = False
+        self._max_steps = max_steps
         self._engine_start: Future[None] = Future()
         self._signals = StopSignals(
             lambda name: self.stop(f"received {name}", EXIT_INTERRUPTED), self.shutdown.before_exit
@@ -300,22 +306,23 @@ class AsyncRLTrainer(pl.Trainer):
     # called by the run loop and the loaders
 
     def start_engines(self) -> None:
-        """Begin to start the engines in the background, while Lightning sets up the rest; none if nothing is to train.
+        """Begin to start the engines in the background, while Lightning sets up the rest; none if nothing is to do.
 
         Raises:
             SettingError: the run's record means something else with what changed since.
         """
         data = self.datamodule  # type: ignore[attr-defined]
-        self.nothing_to_train = "" if self.replay else check_record(self, self.lightning_module, data)
-        if self.nothing_to_train:
-            log.warning("nothing to train: %s", self.nothing_to_train)
-        else:
+        if self.replay is None:
+            self.nothing_to_train, self.evaluated = check_record(self, self.lightning_module, data)
+        self.makes_up = only_evaluates(self)
+        if self.makes_up or not self.nothing_to_train:
             self._engine_start = start_engines([*data.engines, *data.eval_engines])
 
     def open_session(self) -> None:
         """Start the control plane at the current version: weights pushed and checked, then admission opened."""
         self._signals.install()
-        if self.nothing_to_train:
+        self.fit_loop.epoch_loop.max_steps = self._max_steps  # which only_evaluates may have changed
+        if self.nothing_to_train and not self.makes_up:
             raise StopRun  # with the weights of the checkpoint, which are loaded by now
         wait_for(self._engine_start, self._poll_or_stop)
         policy, version = self.lightning_module, self.global_step
@@ -342,8 +349,7 @@ class AsyncRLTrainer(pl.Trainer):
         if not self.session.admitting:
             if self.session.eval_engines:
                 self.session.admit()
-            if self.evaluate_at == "ends" and self.global_step == 0:
-                self.evaluate_now()  # alone on a shared engine: side by side, both would only take longer
+            evaluate_if_owed(self)  # alone on a shared engine: side by side, both would only take longer
             self.session.admit()
         self._poll_or_stop()
         batch = self.session.next_batch(self.lightning_module, self._poll_or_stop)
@@ -357,12 +363,6 @@ class AsyncRLTrainer(pl.Trainer):
         """Evaluate the newest weights (see :func:`async_rl.evaluation.evaluate`)."""
         self.publish()
         return evaluate(self, self._poll_or_stop)
-
-    def evaluate_now(self) -> None:
-        """Run Lightning's validation loop outside its schedule (before the first step, after the last)."""
-        self.validating = True
-        self.fit_loop.epoch_loop.val_loop.run()
-        self.training = True
 
     def _poll_or_stop(self) -> None:
         self.poll()

@@ -22,6 +22,7 @@ from async_rl.orchestrator.records import Recovery
 from async_rl.orchestrator.recovery import described, within_bound
 from async_rl.orchestrator.settings import ForwardBackwardBatch, OrchestratorSettings
 from async_rl.record_bounds import RecordedBounds
+from async_rl.record_evaluations import RecordedEvaluations
 from async_rl.resume_rules import DATABASE, refusal
 from async_rl.session import RolloutSession
 from async_rl.staleness_rules import staleness_problems
@@ -206,24 +207,28 @@ def check_settings(trainer: AsyncRLTrainer, policy: PolicyModule, data: RolloutD
         log.warning("%s", given_up)
 
 
-def check_record(trainer: AsyncRLTrainer, policy: PolicyModule, data: RolloutDataModule) -> str:
+def check_record(
+    trainer: AsyncRLTrainer, policy: PolicyModule, data: RolloutDataModule
+) -> tuple[str, RecordedEvaluations]:
     """Before any engine starts: refuse to go on with a record that means something else, and note what it means.
 
     Returns:
-        Why there is nothing left to train, for people; empty where there is.
+        Why there is nothing left to train, for people, empty where there is; and which evaluations were finished.
 
     Raises:
         SettingError: what changed, and how to accept it.
     """
     ledger = Ledger(trainer.run_dir / DATABASE, BatchArchive(trainer.run_dir / BATCHES))
     try:
-        now, before = fingerprint(policy, data, trainer.seed), ledger.meta().get("meaning")
+        meta = ledger.meta()
+        now, before = fingerprint(policy, data, trainer.seed), meta.get("meaning")
         is_used = ledger.balance().admitted > 0
         if is_used and before and (why := refusal(trainer.run_dir, before, now, trainer.resume_allow)):
             raise SettingError(why)
         if trainer.resume or not is_used:
             ledger.set_meta({"meaning": now})
-        return _nothing_left(trainer, data, ledger)
+        evaluated = RecordedEvaluations.from_meta(meta if trainer.resume else {}, trainer.start_version)
+        return _nothing_left(trainer, data, ledger), evaluated
     finally:
         ledger.close()
 
@@ -304,7 +309,8 @@ def open_session(trainer: AsyncRLTrainer, policy: PolicyModule, data: RolloutDat
             "going on from version %d (%s): %s", version, trainer.ckpt_path or "no checkpoint", described(recovered)
         )
     bounds = RecordedBounds.from_meta(ledger.meta())
-    ledger.set_meta(bounds.changed(version, trainer.staleness.max_staleness, settings.stale_policy).to_meta())
+    bounds = bounds.changed(version, trainer.staleness.max_staleness, settings.stale_policy)
+    ledger.set_meta(bounds.to_meta() | trainer.evaluated.to_meta())
     orchestrator = Orchestrator(
         settings,
         engines=data.engines,

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 from lightning.pytorch import Callback, LightningModule
 from typing_extensions import override
 
+from async_rl.evaluation import evaluate_now
 from async_rl.rng import rng_state, set_rng_state
 from async_rl.types import Batch, EvalBatch
 
@@ -76,16 +77,19 @@ class RunLoop(Callback):
         batch_idx: int,
         dataloader_idx: int = 0,
     ) -> None:
-        trainer.evaluations.append(batch.summary())
+        figures = batch.summary()
+        trainer.evaluations.append(figures)
+        trainer.evaluated = trainer.evaluated.and_also(figures)
+        trainer.session.ledger.note(trainer.evaluated.to_meta())
         pl_module.log("step", float(batch.version), batch_size=1)
 
     @override
     def on_train_end(self, trainer: AsyncRLTrainer, pl_module: LightningModule) -> None:  # type: ignore[override]
-        evaluated = [e["version"] for e in trainer.evaluations]
-        if trainer.evaluate_at == "ends" and trainer.ends_well and trainer.global_step not in evaluated:
+        due = trainer.evaluate_at == "ends" or trainer.makes_up
+        if due and trainer.ends_well and trainer.global_step not in trainer.evaluated.finished:
             # What stops the run early, be it that the prompts are used up, is no reason to stop the evaluation.
             stopped, trainer.should_stop = trainer.should_stop, False
-            trainer.evaluate_now()
+            evaluate_now(trainer)
             trainer.should_stop = trainer.should_stop or stopped
         trainer.shutdown.start()
 

@@ -81,8 +81,7 @@ class Ledger:
     def set_meta(self, values: Mapping[str, Any]) -> None:
         """Write facts about the run, JSON values by name; on the disk when it returns. Before :meth:`run`."""
         with self._transaction():
-            rows = [(key, to_json(value)) for key, value in values.items()]
-            self._db.executemany("INSERT OR REPLACE INTO meta VALUES (?, ?)", rows)
+            self._write_meta(list(values.items()))
 
     def has_work(self, version: int) -> bool:
         """Whether :meth:`recover` at ``version`` will find something to train or to finish; before :meth:`run`."""
@@ -123,7 +122,11 @@ class Ledger:
             for table in ("trajectories", "keeps"):
                 self._db.executemany(f"DELETE FROM {table} WHERE group_id = ?", [(i,) for i in group_ids])
 
-    # what happens to groups: queued, from any thread
+    # what happens: queued, from any thread
+
+    def note(self, values: Mapping[str, Any]) -> None:
+        """Write facts about the run as :meth:`set_meta` does, while :meth:`run` goes on."""
+        self._queue("meta", list(values.items()))
 
     def admit(self, flights: Sequence[Flight]) -> None:
         """Groups were admitted, or re-issued under their old id."""
@@ -226,6 +229,11 @@ class Ledger:
             )
         for at_s, (batch, outcome, reason) in queued["batch endings"]:
             self._end_batch(batch, outcome, reason, at_s)
+        self._write_meta([item for _, item in queued["meta"]])
+
+    def _write_meta(self, items: Sequence[tuple[str, Any]]) -> None:
+        rows = [(key, to_json(value)) for key, value in items]
+        self._db.executemany("INSERT OR REPLACE INTO meta VALUES (?, ?)", rows)
 
     def _end_batch(self, batch: Batch, outcome: Outcome, reason: str, at_s: float) -> None:
         self._insert("endings", [(group.id, str(outcome), reason, at_s) for group in batch.groups])

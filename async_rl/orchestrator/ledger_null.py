@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 from async_rl.orchestrator.records import Flight
 from async_rl.types import Batch, Group, Outcome, Trajectory
@@ -14,6 +15,9 @@ class NullLedger:
 
     def __init__(self) -> None:
         self._stopped = threading.Event()
+
+    def note(self, values: Mapping[str, Any]) -> None:
+        """Nothing to do."""
 
     def admit(self, flights: Sequence[Flight]) -> None:
         """Nothing to do."""

@@ -2,6 +2,7 @@
 
 import json
 import math
+import shutil
 import sqlite3
 import subprocess
 import sys
@@ -99,6 +100,26 @@ def test_a_signal_cuts_an_evaluation_short_and_nothing_else(runs, when, number, 
     assert [e["version"] for e in record["evaluations"]] == ([0] if when == "last evaluation" else [])
     assert outcomes(run.run_dir).get("trained", 0) == 4 * len(saved)
     assert set(outcomes(run.run_dir)) <= {"trained", "saved"}
+
+
+@pytest.mark.parametrize("number", ["SIGINT", "SIGTERM"])
+@pytest.mark.parametrize(
+    ("when", "made", "last"),
+    [("first evaluation", [0, 9], 9), ("evaluation between steps", [2, 4, 6, 8], 9), ("last evaluation", [2], 2)],
+)
+def test_a_resume_makes_up_for_the_evaluation_that_a_signal_cut_short(
+    runs, tiny_model_dir, tmp_path, when, number, made, last
+):
+    case = f"{when}, {number}"
+    run_dir = shutil.copytree(runs[0][case].run_dir, tmp_path / "run")
+    trainer, data = make_run(run_dir, Paced(), resume=True, **CASES[case].trainer)
+    trainer.fit(make_policy(tiny_model_dir), datamodule=data)
+    assert (trainer.end.exit_code, trainer.global_step) == (0, last)
+    assert [e["version"] for e in trainer.evaluations] == made
+    record = json.loads((trainer.run_dir / "run.json").read_text())
+    before = [0] if when == "last evaluation" else []  # which is kept, as nothing was left to train
+    assert [e["version"] for e in record["evaluations"]] == [*before, *made]
+    assert record["summary"].get("eval_end_version") == (None if when == "evaluation between steps" else last)
 
 
 def test_what_finishes_while_the_run_ends_is_kept_and_never_asked_for_again(runs, tiny_model_dir):

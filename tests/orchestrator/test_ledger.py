@@ -211,6 +211,15 @@ def test_facts_about_the_run_are_there_for_the_next_process(path):
     assert Ledger(path).meta() == {"batch_size": 8, "environment": {"name": "toy"}}
 
 
+def test_facts_noted_while_a_run_goes_on_are_there_for_the_next_process(path):
+    ledger = Ledger(path)
+    ledger.set_meta({"batch_size": 4, "evaluated": []})
+    ledger.note({"evaluated": [2]})
+    ledger.note({"evaluated": [2, 4]})
+    write_everything(ledger).close()
+    assert Ledger(path).meta() == {"batch_size": 4, "evaluated": [2, 4]}
+
+
 def test_a_forgotten_group_runs_again_from_scratch_under_its_id(path):
     ledger = Ledger(path)
     write_kept(ledger, 0, 1)
