@@ -10,7 +10,7 @@ import os
 import re
 import shutil
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -25,11 +25,11 @@ from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 
 from async_rl.config import ConfigError, Problem, RunConfig, keys_help, known_keys
 from async_rl.config_check import nearest, parse
-from async_rl.config_engine import missing_key_hint
 from async_rl.config_paths import check_paths
 from async_rl.console import first_line
-from async_rl.earlier_config import Continued
+from async_rl.earlier_config import Continued, earlier_choices
 from async_rl.engines.vllm_server_address import without_secret
+from async_rl.override_hints import RefusedKey, paths, without
 from async_rl.targets import check_targets
 
 REPOSITORY = Path(__file__).resolve().parent.parent
@@ -39,8 +39,6 @@ RECIPES_VARIABLE = "ASYNC_RL_RECIPES"
 BASE_RECIPE, NO_RECIPE = "arithmetic", "none (base config)"
 """The recipe that the base config is, and what is said where another environment was chosen without a recipe."""
 
-_OPEN_SECTIONS = ("rollout.mixture", "run.lightning")
-"""Sections whose keys are the user's, none of which are there by default."""
 _HINTS = {
     "model": "A model of your own: model.name_or_path=path/or/name",
     "environment": "Your own: environment=custom environment._target_=my_package.MyEnvironment",
@@ -213,19 +211,10 @@ def explain(error: Exception, overrides: Iterable[str]) -> str:
     if isinstance(error, MissingConfigException) and error.missing_cfg_file and error.options:
         group, _, option = error.missing_cfg_file.rpartition("/")
         return _unknown_option(group.lstrip("/"), option, error.options)
-    if (found := re.search(r"Could not override '([^']+)'", message)) or (
-        found := re.search(r"Key '([^']+)' is not in struct", message)
-    ):
-        key = found[1]
-        given = next((o for o in overrides if o.lstrip("+~").startswith(f"{key}=")), key)
-        section = key.partition(".")[0]
-        if hint := missing_key_hint(key):
-            return f"{key}: {hint}"
-        if any(key.startswith(f"{open_section}.") for open_section in _OPEN_SECTIONS):
-            return f"{given}: a key of {key.rpartition('.')[0]} is added with a plus: +{given}"
-        if any(o.lstrip("+").startswith((f"{section}._target_=", f"{section}=custom")) for o in overrides):
-            return f"{given}: an argument of your own {section} is added with a plus: +{given}"
-        return f"{given}: there is no key {key}{_did_you_mean(key)}"
+    overrides = [o for o in overrides if not o.startswith("-") and ("=" in o or o.startswith("~"))]
+    if refused := RefusedKey.in_message(message, overrides):
+        given = [*overrides, *earlier_choices([o for o in overrides if "=" in o], recipe_files())]
+        return refused.hint(_whole(without(refused.key, given)))
     if found := re.search(r"Could not override '?([\w/]+)'?\.\s*No match in the defaults list", message):
         return f"there is no config group {found[1]}{_did_you_mean(found[1])}"
     cause = error.__cause__
@@ -289,25 +278,21 @@ def _unknown_option(group: str, option: str, options: Iterable[str]) -> str:
 
 
 def _did_you_mean(key: str) -> str:
-    close = nearest(key, [k for k in [*known_keys(), *_base_keys()] if not k.endswith("._target_")])
+    close = nearest(key, [k for k in [*known_keys(), *paths(_whole([]))] if not k.endswith("._target_")])
     return f"; did you mean {close}?" if close else "; see python train.py --help"
 
 
-def _base_keys() -> list[str]:
-    """Every key of the base config, those of components included."""
+def _whole(overrides: Sequence[str]) -> dict[str, Any]:
+    """The config with those of the overrides that Hydra takes; the base config where there is no telling which."""
     GlobalHydra.instance().clear()
     try:
         with initialize_config_dir(str(CONF), version_base="1.3"):
-            base = compose("config")
-    except (HydraException, OmegaConfBaseException):
-        return []
-    return list(_paths(OmegaConf.to_container(base, resolve=False)))
-
-
-def _paths(node: Any, prefix: str = "") -> Iterator[str]:
-    for name, value in node.items() if isinstance(node, dict) else ():
-        yield f"{prefix}{name}"
-        yield from _paths(value, f"{prefix}{name}.")
+            config = compose("config", list(overrides))
+        return OmegaConf.to_container(config, resolve=False)  # type: ignore[return-value]
+    except (HydraException, OmegaConfBaseException) as error:
+        refused = RefusedKey.in_message(str(error), overrides)
+        rest = without(refused.key, overrides) if refused else []
+    return _whole(rest if len(rest) < len(overrides) else []) if overrides else {}
 
 
 def _has(node: DictConfig, path: str) -> bool:

@@ -68,7 +68,7 @@ def main() -> int:
         compose.report(str(error))
         return EXIT_CONFIG
     except (HydraException, OmegaConfBaseException) as error:
-        compose.report(compose.explain(error, overrides))
+        compose.report(compose.explain(error, command[1:]))
         return EXIT_CONFIG
     finally:
         sys.argv = command

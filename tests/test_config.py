@@ -380,6 +380,9 @@ USER_MODULE = """
 
     class Quiet(Shout): ...
 
+    class Best:
+        def __init__(self, every: int = 1, b: str = ""): ...
+
     def decorate(function):
         return function
 
@@ -504,6 +507,56 @@ def test_nearest(name, expected):
 
 
 def test_an_argument_of_a_users_own_component_without_its_plus_is_told_apart_from_a_typo():
-    mine = ["environment=custom", "environment._target_=async_rl.environments.Arithmetic"]
-    assert refused(*mine, "environment.words=3").endswith("own environment is added with a plus: +environment.words=3")
+    mine = ["environment=custom", "environment._target_=async_rl.environments.calculator.Calculator"]
+    assert refused(*mine, "environment.seed=3").endswith("it is added with a plus: +environment.seed=3")
+    assert "did you mean +environment.seed=3?" in refused(*mine, "environment.sede=3")
+    assert "calculator.Calculator takes eval_size, name, seed, " in refused(*mine, "environment.words=3")
     assert "did you mean environment.digits?" in refused("environment.digitz=3")
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("environment.loud=true", "environment holds no loud yet; it is added with a plus: +environment.loud=true"),
+        ("environment.lod=true", "there is no key environment.lod; did you mean +environment.loud=true?"),
+        ("environment.wrods=[b]", "there is no key environment.wrods; did you mean environment.words?"),
+        ("environment.zzz=1", "there is no key environment.zzz; MODULE.Shout takes loud, words"),
+        ("callbacks.best.every.x=1", "callbacks.best.every is 2 and has no keys; give callbacks.best.every=..."),
+        ("callbacks.best.b=x", "callbacks.best holds no b yet; it is added with a plus: +callbacks.best.b=x"),
+        ("callbacks.best.evry=2", "there is no key callbacks.best.evry; did you mean callbacks.best.every?"),
+        ("callbacks.bets.every=2", "there is no key callbacks.bets; did you mean callbacks.best.every?"),
+        (
+            "callbacks.any.x=2",
+            "an argument that callbacks.any does not hold yet is added with a plus: +callbacks.any.x=2",
+        ),
+        ("callbacks.b=null", "there is no key callbacks.b; callbacks has progress, summary, drain, "),
+        ("~callbacks.b", "there is no key callbacks.b to leave out; callbacks has progress, summary, drain, "),
+        ("~callbacks.bset", "there is no key callbacks.bset to leave out; did you mean ~callbacks.best?"),
+        ("callbacks.n._target_=a.B", "a new key of callbacks is added with a plus: +callbacks.n._target_=a.B"),
+        ("+callbacks.best.every=3", "callbacks.best.every is there already; change it without the plus: callbacks"),
+        ("rollout.temperature=1", "there is no key rollout.temperature; did you mean rollout.sampling.temperature?"),
+        ("callback.progress.every=1", "did you mean callbacks.progress.every?"),
+        ("rollout.mixture.a=3", "a key of rollout.mixture is added with a plus: +rollout.mixture.a=3"),
+        ("run.lightning.x=3", "a key of run.lightning is added with a plus: +run.lightning.x=3"),
+        ("run.xyzzy=3", "there is no key run.xyzzy; run has evaluation, checkpoint_every, "),
+        ("lr=3", "there is no key lr; did you mean optimizer.lr?"),
+    ],
+)
+def test_a_key_that_hydra_refuses_is_compared_with_its_own_section_of_this_run(
+    tmp_path, monkeypatch, user_module, override, message
+):
+    (tmp_path / "mine.yaml").write_text(
+        "defaults: [{override /environment: null}]\n"
+        f"environment: {{_target_: {user_module}.Shout, words: [a]}}\n"
+        f"callbacks: {{best: {{_target_: {user_module}.Best, every: 2}}, any: {{_target_: {user_module}.Anything}}}}\n"
+    )
+    monkeypatch.setenv(compose.RECIPES_VARIABLE, str(tmp_path))
+    told = refused("+recipe=mine", "max_steps=3", override)
+    assert told.startswith(f"{override}: ")
+    assert message.replace("MODULE", user_module) in told
+    assert len(told.splitlines()) == 1
+
+
+def test_two_wrong_keys_do_not_hide_what_the_run_has(user_module):
+    mine = ["~environment", f"+environment={{_target_: {user_module}.Shout, words: [a]}}"]
+    assert "did you mean environment.words?" in refused(*mine, "environment.wrods=[b]", "callbacks.x=3")
