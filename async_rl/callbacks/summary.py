@@ -117,7 +117,8 @@ class RunSummary(RLCallback):
             }
         else:
             self.figures["replayed"] = trainer.datamodule.run.described(trainer.global_step)  # type: ignore[attr-defined]
-        self.figures |= trainer.evaluated.told("eval_start", session.first_version)
+        if session.first_version == 0:  # later it is none of the start, even if a resume made up for it
+            self.figures |= trainer.evaluated.told("eval_start", 0)
         self.figures |= trainer.evaluated.told("eval_end", trainer.global_step)
 
     @override

@@ -103,6 +103,7 @@ def test_an_evaluation_between_steps_is_made_up_for_before_training_goes_on(tiny
     settings = {"max_steps": 5, "eval_every": 2, "evaluate_at": "never"}
     assert fit(tiny_model_dir, tmp_path, stop_at=2, **settings).end.exit_code == 75
     finishes(fit(tiny_model_dir, tmp_path, resume=True, **settings), 5, [2, 4])
+    assert "eval_start" not in record(tmp_path)["summary"]
     assert caplog.text.count("the evaluation at version 2 was not finished: it is made up for") == 1
 
 
