@@ -57,6 +57,25 @@ def refuse(owner: str, problems: Iterable[Problem]) -> None:
         raise ValueError("\n".join(lines))
 
 
+def refuse_other(owner: str, name: str, value: object, kind: type[Any]) -> None:
+    """Refuse an object of another kind; it would be noticed only deep in a run.
+
+    Args:
+        owner: Whose argument; stands before the message.
+        name: The argument.
+        value: What was given.
+        kind: The class it has to be of.
+
+    Raises:
+        TypeError: Names the argument, the type given, and the one wanted.
+    """
+    if isinstance(value, kind):
+        return
+    given = f"the class {value.__name__}, no object" if isinstance(value, type) else f"of type {type(value).__name__}"
+    wanted = f"{kind.__module__}.{kind.__qualname__}"
+    raise TypeError(f"{owner}: {name} is {given}; give an object of a class derived from {wanted}")
+
+
 def _problems(arguments: Mapping[str, Any]) -> Iterator[Problem]:
     sections = {schema: keys_of(schema) for schema, _ in _KEYS.values()}
     for name, value in arguments.items():

@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Any, Literal
 from lightning.pytorch import LightningDataModule
 from typing_extensions import override
 
-from async_rl.arguments import refuse_impossible
+from async_rl.arguments import refuse_impossible, refuse_other
 from async_rl.engines.base import Engine, SamplingParams
-from async_rl.environments.base import Environment, by_name
+from async_rl.environments.base import Environment, by_name, rows_of
 from async_rl.environments.budget import BudgetLimits
 from async_rl.orchestrator.prompts import PromptStream
 from async_rl.types import Batch, Prompt
@@ -25,6 +25,16 @@ def _list_of(engine: Engine | Sequence[Engine] | None) -> list[Engine]:
     if engine is None:
         return []
     return list(engine) if isinstance(engine, Sequence) else [engine]
+
+
+def _checked(environment: Environment | Mapping[str, Environment]) -> dict[str, Environment]:
+    """The environments by name, if they are some."""
+    if not isinstance(environment, Mapping):
+        refuse_other("RolloutDataModule", "environment", environment, Environment)
+        return by_name(environment)
+    for name, one in environment.items():
+        refuse_other("RolloutDataModule", f"environment[{name!r}]", one, Environment)
+    return by_name(environment)
 
 
 class BatchFeed:
@@ -119,6 +129,7 @@ class RolloutDataModule(LightningDataModule):
             is enough: ``{"min_sequences": 64, "min_tokens": 131072}``.
 
     Raises:
+        TypeError: what is given as an environment is none.
         ValueError: a value is impossible, or two engines share a name; names the argument and what is possible.
     """
 
@@ -159,7 +170,7 @@ class RolloutDataModule(LightningDataModule):
     ) -> None:
         refuse_impossible("RolloutDataModule", locals())
         super().__init__()
-        self.environments = by_name(environment)
+        self.environments = _checked(environment)
         self.engines = _list_of(engine)
         self.eval_engines = _list_of(eval_engine)
         if twice := {e.name for e in self.engines} & {e.name for e in self.eval_engines}:
@@ -200,14 +211,14 @@ class RolloutDataModule(LightningDataModule):
         """Read the prompts, before any engine starts.
 
         Raises:
-            ValueError: no training prompts, or fewer than one batch; the message names the fix.
+            ValueError: no training prompts, fewer than one batch, or no list of them; the message names the fix.
         """
-        self.train_rows = {name: environment.prompts("train") for name, environment in self.environments.items()}
+        self.train_rows = {name: rows_of(one, name, "train") for name, one in self.environments.items()}
         self.prompt_stream(seed=0).check_fills_batch(self.batch_size, self.last_batch)
         self.eval_prompts = [
             Prompt(f"eval/{name}/{i}", name, row)
-            for name, environment in self.environments.items()
-            for i, row in enumerate(list(environment.prompts("eval"))[: self.eval_limit])
+            for name, one in self.environments.items()
+            for i, row in enumerate(list(rows_of(one, name, "eval"))[: self.eval_limit])
         ]
 
     def prompt_stream(self, seed: int) -> PromptStream:

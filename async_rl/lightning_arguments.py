@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +10,7 @@ import lightning.pytorch as pl
 from lightning.pytorch.callbacks import ProgressBar
 from lightning.pytorch.loggers import Logger, TensorBoardLogger
 
+from async_rl.arguments import refuse_other
 from async_rl.callbacks.checkpoint import RunCheckpoint
 from async_rl.callbacks.drain import DrainCallback
 from async_rl.callbacks.empty_batch_guard import EmptyBatchGuard
@@ -58,6 +59,7 @@ def lightning_arguments(
         make_checkpoint: Makes the callback that saves checkpoints, where the user gave none and wants some.
 
     Raises:
+        TypeError: One of the callbacks or loggers is none.
         ValueError: One was given that another of ours takes the place of; names both.
     """
     for key, use in _OURS.items():
@@ -65,7 +67,7 @@ def lightning_arguments(
             raise ValueError(f"AsyncRLTrainer: {key}={given[key]!r} has no meaning here; use {use}")
     if given.get("precision") == AUTO:
         given = given | {"precision": resolve_precision(AUTO, given.get("accelerator", "auto"))}
-    callbacks = [callbacks] if isinstance(callbacks, pl.Callback) else list(callbacks or [])
+    callbacks = _checked("callbacks", callbacks, pl.Callback)
     has_bar = any(isinstance(c, ProgressBar) for c in callbacks)
     shows = given.get("enable_progress_bar", True)
     if default_callbacks:
@@ -90,9 +92,22 @@ def lightning_arguments(
         "check_val_every_n_epoch": None,
         "limit_val_batches": None if evaluates else 0,
         "callbacks": [RunLoop(), *callbacks],
-        "logger": _default_loggers(run_dir) if logger is None or logger is True else logger,
+        "logger": _default_loggers(run_dir) if logger is None or logger is True else _checked("logger", logger, Logger),
         "default_root_dir": run_dir,
     }
+
+
+def _checked(name: str, given: Any, kind: type[Any]) -> list[Any]:
+    """What was given for an argument that takes one or several, as a list; nothing for ``None`` and ``False``."""
+    if given is None or given is False:
+        return []
+    if isinstance(given, kind) or not isinstance(given, Iterable):
+        refuse_other("AsyncRLTrainer", name, given, kind)
+        return [given]
+    several = list(given)
+    for i, one in enumerate(several):
+        refuse_other("AsyncRLTrainer", f"{name}[{i}]", one, kind)
+    return several
 
 
 def _default_loggers(run_dir: Path) -> list[Logger]:

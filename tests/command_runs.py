@@ -37,6 +37,11 @@ class NoPrompts(BySample):
         return []
 
 
+class NoneForPrompts(BySample):
+    def prompts(self, split):
+        return None
+
+
 class BrokenReward(Arithmetic):
     def reward(self, prompt, completion):
         return {}["missing key of mine"]

@@ -2,8 +2,10 @@
 
 import numpy as np
 import pytest
+from lightning.pytorch import Callback
 
 from async_rl.arguments import _KEYS
+from async_rl.callbacks.run_loop import RunLoop
 from async_rl.config import keys_of
 from async_rl.datamodule import RolloutDataModule
 from async_rl.engines.scripted import ScriptedEngine
@@ -17,8 +19,8 @@ def trainer(**arguments):
     )
 
 
-def data(**arguments):
-    return RolloutDataModule(Arithmetic(), ScriptedEngine(lambda prompt, seed: [1]), **arguments)
+def data(environment=Arithmetic(), **arguments):  # noqa: B008 - never changed
+    return RolloutDataModule(environment, ScriptedEngine(lambda prompt, seed: [1]), **arguments)
 
 
 @pytest.mark.parametrize(
@@ -81,3 +83,36 @@ def test_numbers_of_numpy_are_numbers():
 
 def test_every_argument_with_a_rule_stands_for_a_key_of_the_config():
     assert {key for schema, key in _KEYS.values() if key not in keys_of(schema)} == set()
+
+
+class NotOne:
+    """No callback, logger or environment."""
+
+
+CALLBACK = "lightning.pytorch.callbacks.callback.Callback"
+ENVIRONMENT = "async_rl.environments.base.Environment"
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: trainer(callbacks=[NotOne()]), f"AsyncRLTrainer: callbacks[0] is of type NotOne; give .* {CALLBACK}"),
+        (lambda: trainer(callbacks=NotOne()), f"AsyncRLTrainer: callbacks is of type NotOne; give .* {CALLBACK}"),
+        (
+            lambda: trainer(callbacks=[RunLoop(), Callback]),
+            "callbacks[1] is the class Callback, no object; give an object",
+        ),
+        (lambda: trainer(callbacks=Callback), "callbacks is the class Callback, no object; give an object"),
+        (lambda: trainer(logger=[NotOne()]), "AsyncRLTrainer: logger[0] is of type NotOne; give .*Logger"),
+        (
+            lambda: data(environment=NotOne()),
+            f"RolloutDataModule: environment is of type NotOne; give .* {ENVIRONMENT}",
+        ),
+        (lambda: data(environment=None), "RolloutDataModule: environment is of type NoneType; give an object"),
+        (lambda: data(environment=Arithmetic), "environment is the class Arithmetic, no object; give an object"),
+        (lambda: data(environment={"a": NotOne()}), f"environment['a'] is of type NotOne; give .* {ENVIRONMENT}"),
+    ],
+)
+def test_an_object_of_another_kind_is_refused_naming_argument_type_and_what_is_wanted(make, message):
+    with pytest.raises(TypeError, match=message.replace("[", r"\[")):
+        make()

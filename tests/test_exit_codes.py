@@ -23,6 +23,7 @@ RUNS = {
         *("environment=custom", "environment._target_=command_runs.BrokenReward", "run.evaluation.at=ends"),
     ],
     "no prompts": ["environment=custom", "environment._target_=command_runs.NoPrompts"],
+    "None for prompts": ["environment=custom", "environment._target_=command_runs.NoneForPrompts"],
     "no signal": [
         *("environment=custom", "environment._target_=command_runs.AlwaysRight"),
         "rollout.filter_zero_variance=true",
@@ -99,10 +100,20 @@ def test_a_reward_that_raises_shows_the_user_s_lines_and_what_it_ended(runs, nam
     assert "lightning" in log  # all of it
 
 
-def test_2_is_a_setting_that_is_refused_in_one_message_and_leaves_nothing(runs):
-    code, printed, _, directory = runs["no prompts"]
+@pytest.mark.parametrize(
+    ("run", "message"),
+    [
+        ("no prompts", "has no training prompts"),
+        (
+            "None for prompts",
+            "environment 'arithmetic': NoneForPrompts.prompts('train') returned None; return a list",
+        ),
+    ],
+)
+def test_2_is_a_setting_that_is_refused_in_one_message_and_leaves_nothing(runs, run, message):
+    code, printed, _, directory = runs[run]
     assert code == 2
-    assert "has no training prompts" in printed
+    assert message in printed
     assert "Traceback" not in printed
     assert {path.name for path in directory.iterdir()} == {"out", "err"}
 

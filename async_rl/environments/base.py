@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from typing_extensions import override
 
 from async_rl.environments.offload import call_user
+from async_rl.types import SettingError
 
 if TYPE_CHECKING:
     from async_rl.environments.chat import Chat
@@ -75,6 +76,22 @@ def by_name(environment: Environment | Mapping[str, Environment]) -> dict[str, E
     if isinstance(environment, Environment):
         return {environment.name or type(environment).__name__.lower(): environment}
     return dict(environment)
+
+
+def rows_of(environment: Environment, name: str, split: Literal["train", "eval"]) -> Sequence[Mapping[str, Any]]:
+    """The rows of a split.
+
+    Raises:
+        SettingError: What ``prompts`` returned has no length, or no places; names the environment.
+    """
+    rows: Any = environment.prompts(split)
+    if isinstance(rows, str | Mapping) or not (hasattr(rows, "__len__") and hasattr(rows, "__getitem__")):
+        given = "None" if rows is None else f"a {type(rows).__name__}"
+        raise SettingError(
+            f"environment {name!r}: {type(environment).__name__}.prompts({split!r}) returned {given}; return a list "
+            "with a mapping for each prompt" + (", [] for none" if split == "eval" else "")
+        )
+    return rows  # type: ignore[no-any-return]
 
 
 class SingleTurn(Environment):

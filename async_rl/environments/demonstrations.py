@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
 from async_rl.engines.base import Generation, GenerationRequest, SamplingParams
-from async_rl.environments.base import Environment, shorten
+from async_rl.environments.base import Environment, rows_of, shorten
 from async_rl.environments.chat import Chat
 from async_rl.environments.rollout import attempt, to_reward
 from async_rl.environments.template import ChatTemplate
@@ -71,7 +71,7 @@ def demonstrate(
             f"none of the environments {', '.join(environments)} has a method demonstrate(prompt, messages), so there "
             "is nothing to warm the model up on; add one, or set model.warm_up=null"
         )
-    rows = {name: list(e.prompts("train")) for name, e in able.items()}
+    rows = {name: list(rows_of(e, name, "train")) for name, e in able.items()}
     for name in rows:
         random.Random(f"{seed}/{name}").shuffle(rows[name])
     names = list(able)
