@@ -28,11 +28,14 @@ def messages(file: Path) -> Iterator[None]:
     to_file.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
     for handler in (console, to_file):
         log.addHandler(handler)
+    before = log.level, log.propagate
     log.setLevel(logging.DEBUG)
     log.propagate = False
     try:
         yield
     finally:
+        log.setLevel(before[0])
+        log.propagate = before[1]
         for handler in (console, to_file):
             log.removeHandler(handler)
             handler.close()

@@ -51,13 +51,13 @@ class RefusedKey:
         Args:
             config: The whole config without the override.
         """
+        if hint := missing_key_hint(self.key):
+            return f"{self.key}: {hint}"  # without the value, which may be a secret
         return f"{self.given}: {self._fix(config)}"
 
     def _fix(self, config: Mapping[str, Any]) -> str:
         if self.present:
             return f"{self.key} is there already; change it without the plus: {self.given.lstrip('+')}"
-        if hint := missing_key_hint(self.key):
-            return hint
         section, name, rest, node = _deepest(config, self.key)
         absent = ".".join(filter(None, (section, name)))
         added = f"is added with a plus: +{self.given}"
