@@ -29,7 +29,7 @@ from async_rl.config_paths import check_paths
 from async_rl.console import first_line
 from async_rl.earlier_config import Continued, earlier_choices
 from async_rl.engines.vllm_server_address import without_secret
-from async_rl.override_hints import RefusedKey, paths, without
+from async_rl.override_hints import RefusedKey, key_of, paths, without
 from async_rl.targets import check_targets
 
 REPOSITORY = Path(__file__).resolve().parent.parent
@@ -155,7 +155,7 @@ def check_continued(settings: Continued, overrides: Iterable[str]) -> RunConfig:
     """
     if settings.directory is None:
         return check(settings.config, overrides, settings.choices)
-    given = [o for o in overrides if o.partition("=")[0].lstrip("+~").partition("@")[0] in settings.given]
+    given = [o for o in overrides if key_of(o) in settings.given]
     parsed = check(settings.config, given, {})  # what was not given is from the earlier run
     settings.check(parsed)
     return parsed

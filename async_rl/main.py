@@ -112,7 +112,7 @@ def _job(config: DictConfig, command: Sequence[str]) -> JobEnd:
             code, hint = EXIT_INTERRUPTED, f"; go on with resume=true run_dir={checked.run_dir}"
         print(reason + hint, file=sys.stderr)
     finally:
-        if code != EXIT_CONFIG or not directory.restore():
+        if not ((code == EXIT_CONFIG or directory.overwrites) and directory.restore()):
             record.finish(reason, code)
         directory.release()
     return JobEnd(code, interrupted or code == EXIT_INTERRUPTED)

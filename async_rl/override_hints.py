@@ -42,7 +42,7 @@ class RefusedKey:
         if found is None:
             return None
         key = next(filter(None, found.groups()))
-        given = next((o for o in overrides if _key_of(o) == _key_of(key)), f"~{key}" if "delete" in found[0] else key)
+        given = next((o for o in overrides if key_of(o) == key_of(key)), f"~{key}" if "delete" in found[0] else key)
         return cls(key, given, present is not None)
 
     def hint(self, config: Mapping[str, Any]) -> str:
@@ -101,9 +101,14 @@ class RefusedKey:
         return f"there is no key {section}.{name}; {node['_target_']} takes {takes}"
 
 
+def key_of(override: str) -> str:
+    """The key or group an override is about."""
+    return override.partition("=")[0].lstrip("+~").partition("@")[0]
+
+
 def without(key: str, overrides: Iterable[str]) -> list[str]:
     """The overrides of other keys."""
-    return [o for o in overrides if _key_of(o) != _key_of(key)]
+    return [o for o in overrides if key_of(o) != key_of(key)]
 
 
 def paths(node: Any, prefix: str = "") -> Iterator[str]:
@@ -111,10 +116,6 @@ def paths(node: Any, prefix: str = "") -> Iterator[str]:
     for name, value in node.items() if isinstance(node, Mapping) else ():
         yield f"{prefix}{name}"
         yield from paths(value, f"{prefix}{name}.")
-
-
-def _key_of(override: str) -> str:
-    return override.partition("=")[0].lstrip("+~").partition("@")[0]
 
 
 def _deepest(config: Mapping[str, Any], key: str) -> tuple[str, str, str, Any]:

@@ -41,13 +41,18 @@ class RunDirectory:
         self._contents = {file: file.read_bytes() for file in files if file.is_file()}
 
     def overwrite(self) -> None:
-        """Put what is in it aside, to be deleted when the run begins: a run that is refused deletes nothing."""
+        """Put what is in it aside, to be deleted when the run begins: one that does not begin deletes nothing."""
         shutil.rmtree(self._aside, ignore_errors=True)  # of a process that was killed before its run began
         self._aside.mkdir()
         for name in self._before - {LOCK, ASIDE}:
             (self._path / name).rename(self._aside / name)
         self._contents = {}
         self._before &= {LOCK}
+
+    @property
+    def overwrites(self) -> bool:
+        """Whether something is put aside: the run has not begun."""
+        return self._aside.exists()
 
     def begin(self) -> None:
         """Delete what was put aside."""
@@ -81,7 +86,6 @@ class RunDirectory:
 
     def release(self) -> None:
         """Let others have it. Idempotent."""
-        self.begin()
         self._lock.release()
 
     def _remove_what_is_new(self) -> None:

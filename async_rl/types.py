@@ -241,11 +241,6 @@ class EvalBatch:
     pass_threshold: float = 1.0
 
     @property
-    def rewards(self) -> list[float]:
-        """Rewards of the samples that finished, prompt by prompt."""
-        return [t.reward for result in self.results for t in result.trajectories]
-
-    @property
     def failures(self) -> list[str]:
         """Messages of the samples that failed."""
         return [failure for result in self.results for failure in result.failures]

@@ -53,7 +53,8 @@ def trained(monkeypatch: Any) -> list[Any]:
 
     configs: list[Any] = []
 
-    def train(config: Any, *_: Any) -> tuple[int, str]:
+    def train(config: Any, choices: Any, record: Any, directory: Any) -> tuple[int, str]:
+        directory.begin()
         configs.append(config)
         return 0, "finished"
 

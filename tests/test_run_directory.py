@@ -106,6 +106,24 @@ def test_a_refusal_deletes_nothing_either(command, monkeypatch, tmp_path):
     assert before == after
 
 
+@pytest.mark.parametrize("stopped_by", [KeyboardInterrupt(), OSError("no room")])
+def test_a_run_that_is_stopped_before_it_begins_overwrites_nothing(command, monkeypatch, tmp_path, stopped_by):
+    with monkeypatch.context() as patched:
+        patched.setattr(main, "_train", lambda *_: (0, "done"))
+        assert command("run_dir=here", "model=tiny")[0] == 0
+    before = on_disk(tmp_path)
+
+    def build(*_):
+        raise stopped_by
+
+    monkeypatch.setattr(main, "build", build)
+    assert command("run_dir=here", "model=tiny", "overwrite=true")[0] == 1
+    after = on_disk(tmp_path)
+    for told in (before, after):
+        del told[f"here/{LOCK}"]
+    assert before == after
+
+
 def test_what_is_overwritten_is_gone_when_the_run_begins(tmp_path):
     (tmp_path / "run" / "batches").mkdir(parents=True)
     (tmp_path / "run" / "run.json").touch()

@@ -39,6 +39,7 @@ class FakeServer:
         self.calls: list[str] = []
         self.bodies: list[dict] = []
         self.broken_off = 0
+        self.breaks_off = threading.Semaphore(0)
         self.gate = threading.Event()
         self.gate.set()
         self.started = threading.Semaphore(0)
@@ -144,6 +145,7 @@ class FakeServer:
                 await response.write(last[i : i + 7])
         except ConnectionError:
             self.broken_off += 1
+            self.breaks_off.release()
             raise
         return response
 

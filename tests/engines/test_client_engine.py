@@ -34,7 +34,7 @@ def test_closing_it_gives_its_start_up_and_waits_for_that():
         except BaseException as error:
             raised.append(error)
 
-    thread = threading.Thread(target=start)
+    thread = threading.Thread(target=start, daemon=True)
     thread.start()
     assert engine.opening.wait(60)
     asyncio.run(engine.close())  # from another loop, as at the end of a run

@@ -214,6 +214,7 @@ def test_work_in_a_daemon_thread_outlives_its_loop_without_a_sound(capfd):
 
     asyncio.run(run())
     go.set()
-    time.sleep(0.05)
+    for thread in [t for t in threading.enumerate() if t.name == "weight-delivery"]:
+        thread.join(LONG_S)
     assert not [t for t in threading.enumerate() if not t.daemon and t is not threading.main_thread()]
     assert "Exception" not in capfd.readouterr().err

@@ -122,16 +122,18 @@ def test_no_call_is_an_answer_and_the_counts_are_there() -> None:
 
 
 def test_several_calls_of_a_turn_run_at_the_same_time_with_results_in_order() -> None:
-    barrier = threading.Barrier(3, timeout=60)
+    began, done = threading.Barrier(3, timeout=60), [threading.Event() for _ in range(4)]
+    done[3].set()
 
     def slow(i: int) -> str:
-        """Waits for the others.
+        """Begins with the others and ends after the next one.
 
         Args:
             i: Which.
         """
-        barrier.wait()
-        time.sleep(0.02 * (3 - i))
+        began.wait()
+        assert done[i + 1].wait(60)
+        done[i].set()
         return f"done {i}"
 
     model = Model("".join(call("slow", i=i) for i in range(3)), "42")
@@ -340,8 +342,10 @@ def test_the_reward_may_be_of_any_kind_and_sees_the_conversation() -> None:
 
 
 def test_a_reward_that_hangs_is_a_failed_sample() -> None:
+    released = threading.Event()
     with pytest.raises(RewardTimeoutError, match=r"Products\.reward took more than 0\.05 s"):
-        Model("42").run(Products(score=lambda *_: time.sleep(0.5) or 1.0), reward_timeout_s=0.05)
+        Model("42").run(Products(score=lambda *_: float(released.wait(600))), reward_timeout_s=0.05)
+    released.set()
 
 
 def test_tools_of_an_attempt_share_state_of_their_own() -> None:
